@@ -12,9 +12,10 @@ from pathlib import Path
 from adapters.bound import LORA_BIAS, MAGNITUDE, TOKENS, Binding, BoundExtra, BoundSlice
 from adapters.errors import Malformed
 from adapters.format import ELEMENT_BYTES, Tensor, header_bytes, read_chunks
-from adapters.paths import EMBEDDING_SIDES, LINEAR_SIDES, stored_name
+from adapters.paths import DEFAULT_TEMPLATE, EMBEDDING_SIDES, LINEAR_SIDES, stored_name
 from adapters.stacked import chunks, origin
 from adapters.synced_files import synced_beside
+from adapters.tokenizer_files import AdapterText
 
 IDLE = "The adapter changes nothing: lora_A or lora_B is zero in all of its modules."
 MAYBE_IDLE = "lora_A or lora_B is zero, or next to it, in all modules, so that the adapter may change nothing"
@@ -52,14 +53,14 @@ class CanonicalForm:
                 for chunk in chunks(source, tensor):
                     file.write(chunk)
 
-    def digest(self, path: Path, chat_template: bytes | None) -> tuple[str, tuple[str, ...]]:
+    def digest(self, path: Path, text: AdapterText) -> tuple[str, tuple[str, ...]]:
         """Of a file in this form, which is synced to disk meanwhile: the adapter's digest, and warnings.
 
-        The digest covers each module's rank, scaling, dtypes and data and the chat template: whatever changes an
-        answer. Key order, metadata, tensor order and training-only settings do not. Raises Malformed for NaN and
-        infinity.
+        The digest covers each module's rank, scaling, dtypes and data, the chat templates with their special tokens,
+        and the end tokens: whatever changes a prompt or an answer. Key order, metadata, tensor order and training-only
+        settings do not. Raises Malformed for NaN and infinity.
         """
-        digest = hashlib.sha256(_described(self._binding, chat_template))
+        digest = hashlib.sha256(_described(self._binding, text))
         largest: dict[str, float] = {}  # magnitude, by tensor
         with synced_beside(path):
             end = len(self._header)
@@ -112,19 +113,27 @@ def _entries(binding: Binding) -> list[tuple[str, Tensor]]:
     return sorted(entries, key=lambda entry: (-ELEMENT_BYTES[entry[1].dtype], entry[0]))
 
 
-def _described(binding: Binding, chat_template: bytes | None) -> bytes:
+def _described(binding: Binding, text: AdapterText) -> bytes:
     """What the digest covers besides the data; shapes too, which also tell adapters of different bases apart."""
     modules = sorted(
         [bound.slice.module, bound.scaling.hex(), bound.a.dtype, bound.a.shape, bound.b.dtype, bound.b.shape]
         for bound in binding.slices
     )
-    template = None if chat_template is None else hashlib.sha256(chat_template).hexdigest()
+    templates = {name: hashlib.sha256(source.encode()).hexdigest() for name, source in text.templates.items()}
+    template = templates.pop(DEFAULT_TEMPLATE, None)
     extras = sorted([extra.module, extra.part, extra.tensor.dtype, extra.tensor.shape] for extra in binding.extras)
     described: list[object] = ["multilora adapter 1", modules, template, *([extras] if extras else [])]
     if binding.tokens:
         described.append({"tokens": sorted([one.module, one.token_ids, one.tensor.dtype] for one in binding.tokens)})
     if binding.invocation:
         described.append({"invocation": binding.invocation})
+    # Absent where there is none: digests of other adapters stay as they were.
+    of_text = {
+        "templates": sorted(templates.items()),
+        "special_tokens": sorted(text.special_tokens.items()),
+        "eos_token_ids": sorted(text.eos_token_ids),
+    }
+    described += [{name: value} for name, value in of_text.items() if value]
     return json.dumps(described, separators=(",", ":")).encode() + b"\n"
 
 

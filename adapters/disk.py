@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import logging
 import uuid
+from collections.abc import Mapping
 from filecmp import cmp
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +21,15 @@ import msgspec
 from adapters.errors import Damaged, NotFound, StoreBusy
 from adapters.name_files import decode_name, is_ours
 from adapters.names import NameRecord, uses
-from adapters.paths import CONFIG_FILE, DIGEST, MANIFEST_FILE, TEMPLATE_FILE, TENSOR_FILE
+from adapters.paths import (
+    CONFIG_FILE,
+    DEFAULT_TEMPLATE,
+    DIGEST,
+    MANIFEST_FILE,
+    NAMED_TEMPLATES_FILE,
+    TEMPLATE_FILE,
+    TENSOR_FILE,
+)
 from adapters.records import UNREADABLE, Manifest, Summary
 from adapters.retired import RetiredNames
 from adapters.store_faults import store_faults_are_ours
@@ -200,15 +209,32 @@ class StoreFiles:
             raise Damaged(f"The files of adapter {digest[:12]} are damaged; delete it and upload it again.") from error
 
     @staticmethod
-    def complete(ready: Path, config: bytes, template: bytes | None, manifest: Manifest) -> None:
+    def complete(ready: Path, config: bytes, templates: Mapping[str, str], manifest: Manifest) -> None:
         """Write what stands beside the tensors, and sync the directory: it can be published then."""
         assert (ready / TENSOR_FILE).is_file()
         write_synced(ready / CONFIG_FILE, config)
-        if template is not None:
-            write_synced(ready / TEMPLATE_FILE, template)
+        others = dict(templates)
+        default = others.pop(DEFAULT_TEMPLATE, None)
+        if default is not None:
+            write_synced(ready / TEMPLATE_FILE, default.encode())
+        if others:
+            write_synced(ready / NAMED_TEMPLATES_FILE, msgspec.json.encode(others, order="sorted"))
         published = _published(manifest, config=_digest_of(ready / CONFIG_FILE))
         write_synced(ready / MANIFEST_FILE, msgspec.json.encode(published))
         sync_directory(ready)
+
+    def chat_templates(self, digest: str) -> dict[str, str]:
+        """The adapter's own chat templates by name. Raises as `read_manifest` does."""
+        path, found = self.adapter(digest), {}
+        try:
+            if (path / NAMED_TEMPLATES_FILE).is_file():
+                found = msgspec.json.decode((path / NAMED_TEMPLATES_FILE).read_bytes(), type=dict[str, str])
+            if (path / TEMPLATE_FILE).is_file():
+                found[DEFAULT_TEMPLATE] = (path / TEMPLATE_FILE).read_text(encoding="utf-8")
+        except (*UNREADABLE, OSError) as error:
+            refuse_shortage(error)
+            raise Damaged(f"The files of adapter {digest[:12]} are damaged; delete it and upload it again.") from error
+        return found
 
     def publish(self, ready: Path, digest: str) -> None:
         """Move a complete directory to its digest, in the place of a damaged one if there is one. After an OSError all
@@ -234,7 +260,8 @@ class StoreFiles:
                 return False
             if _digest_of(path / CONFIG_FILE) != (stored.config or _digest_of(ready / CONFIG_FILE)):
                 return False
-            kept = [name for name in (TENSOR_FILE, TEMPLATE_FILE) if (ready / name).is_file()]
+            files = (TENSOR_FILE, TEMPLATE_FILE, NAMED_TEMPLATES_FILE)
+            kept = [name for name in files if (ready / name).is_file()]
             return all(cmp(path / name, ready / name, shallow=False) for name in kept)
         except (Damaged, NotFound, OSError):
             return False

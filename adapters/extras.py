@@ -1,18 +1,12 @@
-"""The files beside an adapter's config and tensors: which are taken, which are left out, which are refused by name.
-
-Also what the tokenizer files say: a chat template is kept, a changed vocabulary is refused.
-"""
+"""The files beside an adapter's config and tensors: which are taken, which are left out, which are refused by name."""
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Iterator
 from pathlib import PurePosixPath
-from typing import Any, Literal
+from typing import Literal
 
 from adapters.errors import Malformed, Unsupported
-from adapters.format import parse_json_object, refuse_surrogates
 from adapters.paths import CONFIG_FILE, TEMPLATE_FILE, TENSOR_FILE
 from adapters.shards import INDEX_NAME, SHARD_NAME
 
@@ -23,32 +17,45 @@ Role = Literal[
     "index",
     "archive",
     "template",
+    "named_template",
+    "processor_template",
     "tokenizer_config",
+    "special_tokens_map",
     "added_tokens",
     "tokenizer",
+    "generation_config",
     "ignored",
 ]
+# The files that an upload without its tokenizer leaves out.
+TOKENIZER_ROLES: frozenset[Role] = frozenset({"tokenizer_config", "special_tokens_map", "added_tokens", "tokenizer"})
+# What says how prompts are written and where answers end.
+TEXT_ROLES: frozenset[Role] = TOKENIZER_ROLES | {"template", "processor_template", "generation_config"}
+# Where transformers saves the chat templates beside the default one, each as NAME.jinja.
+TEMPLATES_FOLDER = "additional_chat_templates"
 
 # Most bytes of a file that are kept; for config files more is an error, of a tokenizer only its beginning matters.
 KEPT_BYTES: dict[Role, int] = {
     "config": 1 << 20,
     "template": 1 << 20,
+    "named_template": 1 << 20,
+    "processor_template": 8 << 20,
     "index": 8 << 20,
     "tokenizer_config": 8 << 20,
+    "special_tokens_map": 8 << 20,
+    "generation_config": 1 << 20,
     "added_tokens": 8 << 20,
     "tokenizer": 8 << 20,
     "ignored": 0,
 }
-# Of a tokenizer.json: far more than models have, thousands, of a hundred characters or two each.
-_MAX_ADDED_TOKENS, _MAX_ENTRY_CHARS = 1 << 14, 1 << 13
-_ADDED_TOKENS = re.compile(r'"added_tokens"\s*:\s*\[')
-_SPACE = re.compile(r"[ \t\n\r]*")
 _BY_NAME: dict[str, Role] = {
     CONFIG_FILE: "config",
     TENSOR_FILE: "tensors",
     INDEX_NAME: "index",
     TEMPLATE_FILE: "template",
+    "chat_template.json": "processor_template",
     "tokenizer_config.json": "tokenizer_config",
+    "special_tokens_map.json": "special_tokens_map",
+    "generation_config.json": "generation_config",
     "added_tokens.json": "added_tokens",
     "tokenizer.json": "tokenizer",
 }
@@ -71,6 +78,8 @@ _ARCHIVES = (".tar.gz", ".tgz", ".zip")
 
 def role_of(file_name: str) -> Role:
     """What a file of an adapter's directory is for. Raises Unsupported for pickles and for other weight files."""
+    if template_name(file_name) is not None:
+        return "named_template"
     name = PurePosixPath(file_name).name
     if _TRAINING_STATE.fullmatch(name):
         return "ignored"
@@ -90,11 +99,21 @@ def role_of(file_name: str) -> Role:
     return "ignored"
 
 
+def template_name(file_name: str) -> str | None:
+    """NAME of a path that ends with TEMPLATES_FOLDER/NAME.jinja, None for any other."""
+    path = PurePosixPath(file_name)
+    return path.stem if path.parent.name == TEMPLATES_FOLDER and path.suffix == ".jinja" else None
+
+
 def role_of_part(part_name: str, file_name: str | None) -> Role:
     """What an uploaded part is for: by its part name, or else by its file name. Raises Unsupported, and Malformed for
     what is neither."""
+    if template_name(file_name or "") is not None or template_name(part_name) is not None:
+        return "named_template"
     name = PurePosixPath(file_name or part_name).name
     _refuse_pickle(name)
+    if _BY_NAME.get(name) == "processor_template":
+        return "processor_template"
     role = _BY_PART.get(part_name.removesuffix(".json").removesuffix(".safetensors"))
     if role == "tensors" and SHARD_NAME.fullmatch(name):
         return "shard"
@@ -133,96 +152,3 @@ _CONVERT = (
     "save_file({k: v.contiguous().clone() for k, v in "  # tensors that share memory, as tied weights do, are refused
     "torch.load('adapter_model.bin', map_location='cpu', weights_only=True).items()}, 'adapter_model.safetensors')\""
 )
-
-
-def chat_template(template: bytes | None, tokenizer_config: bytes | None) -> str | None:
-    """The adapter's own chat template: the file, or else what tokenizer_config.json holds. Raises Malformed."""
-    if template is not None:
-        try:
-            return template.decode("utf-8")
-        except UnicodeDecodeError:
-            raise Malformed(f"{TEMPLATE_FILE} is not UTF-8 text.") from None
-    if tokenizer_config is None:
-        return None
-    found = parse_json_object(tokenizer_config, "tokenizer_config.json").get("chat_template")
-    if isinstance(found, list):  # several named templates: the default one
-        found = next((e.get("template") for e in found if isinstance(e, dict) and e.get("name") == "default"), None)
-    if not isinstance(found, str | None):
-        raise Malformed("tokenizer_config.json: chat_template must be text or a list of named templates.")
-    return found
-
-
-def check_vocabulary(
-    added_tokens: bytes | None,
-    tokenizer_config: bytes | None,
-    tokenizer: bytes | None,
-    vocab_size: int | None,
-    base_token_id: Callable[[str], int | None] | None,
-) -> None:
-    """Refuse an adapter whose tokenizer has tokens that the base's has not: its prompts would be read differently.
-
-    Raises Unsupported, or Malformed for files that cannot be read.
-    """
-    tokens: dict[str, Any] = {}
-    if added_tokens is not None:
-        tokens |= parse_json_object(added_tokens, "added_tokens.json")
-    if tokenizer_config is not None:
-        decoder = parse_json_object(tokenizer_config, "tokenizer_config.json").get("added_tokens_decoder") or {}
-        entries = decoder.items() if isinstance(decoder, dict) else ()
-        tokens |= {e["content"]: int(i) for i, e in entries if i.isdecimal() and len(i) < 12 and _has_content(e)}
-    if tokenizer is not None:
-        tokens |= {e["content"]: e.get("id") for e in _added_in(tokenizer) if _has_content(e)}
-    for token, token_id in tokens.items():
-        outside = not isinstance(token_id, int) or (vocab_size is not None and token_id >= vocab_size)
-        if outside or (base_token_id is not None and base_token_id(token) != token_id):
-            raise Unsupported(
-                f"The adapter's tokenizer adds the token {token[:100]!r}, which the base model's does not have; an "
-                "adapter that changes the vocabulary is not supported."
-            )
-
-
-def _has_content(entry: Any) -> bool:
-    return isinstance(entry, dict) and isinstance(entry.get("content"), str)
-
-
-def _added_in(tokenizer: bytes) -> list[Any]:
-    """The list "added_tokens" of a tokenizer.json, which stands at its beginning."""
-    text = tokenizer.decode("utf-8", errors="replace")
-    begin = _ADDED_TOKENS.search(text)
-    if begin is None:
-        return []
-    try:
-        found = list(_entries(text, begin.end()))
-        refuse_surrogates(found)
-    except (ValueError, RecursionError) as error:
-        reason = error if isinstance(error, Malformed) else "its list of added tokens is broken."
-        raise Malformed(f"tokenizer.json cannot be read: {reason}") from None
-    return found
-
-
-def _entries(text: str, at: int) -> Iterator[Any]:
-    """Of a JSON list whose bracket stands before `at`, each parsed by itself, so that whatever they are other threads
-    have their turns. ValueError for what is no such list, or has too many or too long ones."""
-    decoder = json.JSONDecoder()
-    at = _behind_space(text, at)
-    if text[at : at + 1] == "]":
-        return
-    for _ in range(_MAX_ADDED_TOKENS):
-        entry, length = decoder.raw_decode(text[at : at + _MAX_ENTRY_CHARS])
-        yield entry
-        at = _behind_space(text, at + length)
-        mark = text[at : at + 1]
-        if mark == "]":
-            return
-        if mark != ",":
-            break
-        at = _behind_space(text, at + 1)
-    else:
-        raise Malformed(f"it has more than {_MAX_ADDED_TOKENS} added tokens.")
-    raise ValueError("no comma and no end")
-
-
-def _behind_space(text: str, at: int) -> int:
-    found = _SPACE.match(text, at)
-    assert found is not None, "it may be empty"
-    return found.end()

@@ -62,6 +62,11 @@ class Upload:
         with self._at_work:
             return self._open_staging().open_part(part_name, file_name)
 
+    def leave_tokenizer_out(self) -> None:
+        """Keep nothing of files of the adapter's tokenizer that come from now on; the load report names them."""
+        with self._at_work:
+            self._open_staging().without_tokenizer = True
+
     def check_config(self) -> None:
         """Refuse now what `finish` would refuse for the configuration alone. Call it when its part is closed: the
         tensors that follow are gigabytes. Raises Malformed, Unsupported."""

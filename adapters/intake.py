@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from adapters import extras
 from adapters.base_weights import BaseWeights
 from adapters.canonical import CanonicalForm
 from adapters.disk import StoreFiles
 from adapters.errors import Malformed
+from adapters.extras import TEXT_ROLES
 from adapters.layout import BaseLayout
-from adapters.paths import TENSOR_FILE, layout_fingerprint
+from adapters.paths import DEFAULT_TEMPLATE, TENSOR_FILE, layout_fingerprint
 from adapters.records import Manifest
 from adapters.row_plan import RowPlan
+from adapters.tokenizer_files import AdapterText, read_text
 from adapters.upload import Staging
 from adapters.validate import check_headers, module_reports
+from adapters.vocabulary import BaseText
 
 
 class Intake:
@@ -27,27 +29,20 @@ class Intake:
         base_dir: Path | None,
         row_plan: RowPlan | None,
         check_template: Callable[[str], None] | None,
-        base_token_id: Callable[[str], int | None] | None,
+        base_text: BaseText | None,
     ) -> None:
         self.fingerprint = layout_fingerprint(layout)
         self.row_plan = row_plan
         self._layout = layout
         self._base = BaseWeights(base_dir) if base_dir is not None else None
         self._check_template = check_template
-        self._base_token_id = base_token_id
+        self._base_text = base_text
 
     def prepare(self, staging: Staging) -> tuple[Manifest, Path]:
         """Check a complete upload and write the directory to publish; returns it with its manifest."""
         staging.unpack_archive()
         config, tensors = staging.require()
-        tokenizer_config = staging.read("tokenizer_config")
-        vocab_size = next((p.in_features for p in self._layout.projections if p.kind == "embedding"), None)
-        extras.check_vocabulary(
-            staging.read("added_tokens"), tokenizer_config, staging.read("tokenizer"), vocab_size, self._base_token_id
-        )
-        template = extras.chat_template(staging.read("template"), tokenizer_config)
-        self._refuse_template(template)
-        template_bytes = None if template is None else template.encode()
+        text = self._read_text(staging)
         binding = check_headers(config, tensors, self._layout, self.row_plan, self._base)
         modules = module_reports(binding)
         ready = staging.directory / "ready"
@@ -58,8 +53,7 @@ class Intake:
         else:
             staging.reserve(form.num_bytes)
             form.write(tensors, ready / TENSOR_FILE)
-        digest, warnings = form.digest(ready / TENSOR_FILE, template_bytes)
-        ignored = [f"The {what} is not needed and was left out." for what in staging.ignored]
+        digest, warnings = form.digest(ready / TENSOR_FILE, text)
         manifest = Manifest(
             digest=digest,
             layout=self.fingerprint,
@@ -67,17 +61,27 @@ class Intake:
             num_bytes=sum(report.num_bytes for report in modules),
             rows=binding.rows,
             modules=modules,
-            notes=(*warnings, *binding.notes, *ignored),
-            has_chat_template=template is not None,
+            notes=(*warnings, *binding.notes, *text.notes, *staging.left_out),
+            has_chat_template=bool(text.templates),
             invocation=binding.invocation,
+            special_tokens=text.special_tokens,
+            eos_token_ids=text.eos_token_ids,
         )
-        StoreFiles.complete(ready, config, template_bytes, manifest)
+        StoreFiles.complete(ready, config, text.templates, manifest)
         return manifest, ready
 
-    def _refuse_template(self, template: str | None) -> None:
-        if template is None or self._check_template is None:
-            return
-        try:
-            self._check_template(template)
-        except ValueError as error:
-            raise Malformed(str(error)) from error
+    def _read_text(self, staging: Staging) -> AdapterText:
+        """What the adapter's tokenizer files and templates say. Raises as `read_text` does, and Malformed for a
+        template that is refused."""
+        files = {role: data for role in TEXT_ROLES if (data := staging.read(role)) is not None}
+        named = staging.read_named_templates()
+        vocab_size = next((p.in_features for p in self._layout.projections if p.kind == "embedding"), None)
+        text = read_text(files, named, self._base_text, vocab_size)
+        for name, source in text.templates.items():
+            try:
+                if self._check_template is not None:
+                    self._check_template(source)
+            except ValueError as error:
+                which = "" if name == DEFAULT_TEMPLATE else f"The template {name!r}: "
+                raise Malformed(f"{which}{error}") from error
+        return text

@@ -30,6 +30,9 @@ CONFIG_FILE = "adapter_config.json"
 TENSOR_FILE = "adapter_model.safetensors"
 MANIFEST_FILE = "manifest.json"
 TEMPLATE_FILE = "chat_template.jinja"
+# The templates of other names than DEFAULT_TEMPLATE, as one JSON object.
+NAMED_TEMPLATES_FILE = "named_chat_templates.json"
+DEFAULT_TEMPLATE = "default"
 
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 # `name`, or `org/name` as repositories are called; the lengths leave room for an owner in the name of a file.

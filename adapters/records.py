@@ -36,8 +36,10 @@ class Manifest(msgspec.Struct, frozen=True, gc=False):
 
     rows          rows it needs on the device per projection group (its largest rank there), before alignment
     notes         sentences about what was understood and left out (ignored files, training-only settings)
-    has_chat_template  whether the adapter ships its own chat template
+    has_chat_template  whether the adapter ships chat templates of its own
     invocation    tokens at whose last place in a prompt the adapter begins; () = it works on all tokens
+    special_tokens  variables of chat templates that differ from the base's; None: the adapter has none
+    eos_token_ids   end its answers beside the base's
     """
 
     digest: str
@@ -49,6 +51,8 @@ class Manifest(msgspec.Struct, frozen=True, gc=False):
     notes: tuple[str, ...] = ()
     has_chat_template: bool = False
     invocation: tuple[int, ...] = ()
+    special_tokens: dict[str, str | None] = {}
+    eos_token_ids: tuple[int, ...] = ()
 
 
 class Summary(msgspec.Struct, frozen=True, gc=False):

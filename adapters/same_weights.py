@@ -34,7 +34,8 @@ def have_same_weights(one: Path, one_manifest: Manifest, other: Path, other_mani
 
 def _structure(manifest: Manifest) -> object:
     modules = [(one.module, one.rank, one.scaling, one.token_ids) for one in manifest.modules]
-    return sorted(modules), manifest.has_chat_template, manifest.invocation
+    text = manifest.has_chat_template, manifest.special_tokens, sorted(manifest.eos_token_ids)
+    return sorted(modules), text, manifest.invocation
 
 
 def _are_equal(path: Path, tensor: Tensor, other_path: Path, other: Tensor) -> bool:

@@ -37,7 +37,6 @@ from adapters.index import Query, Row
 from adapters.intake import Intake
 from adapters.layout import BaseLayout
 from adapters.names import Change, Condition, NameRecord, Visibility
-from adapters.paths import TEMPLATE_FILE
 from adapters.publishing import Publishing
 from adapters.records import AdapterRecord, Manifest
 from adapters.row_plan import RowPlan
@@ -45,6 +44,7 @@ from adapters.sharing import Sharing
 from adapters.staging_bytes import StagingBytes
 from adapters.store_faults import store_faults_are_ours
 from adapters.upload import Budget, HeldBytes, Staging, StoreLimits, UploadPart
+from adapters.vocabulary import BaseText
 from adapters.written import WriteFault
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class AdapterStore:
     row_plan       rows of the device (`adapters.row_plan.plan_rows`), to refuse what could never fit; None = no check.
                    May be set after construction, once the engine has told its sizes
     check_template called with an upload's own chat template; its ValueError refuses the upload
-    base_token_id  token text -> id of the base tokenizer or None, to refuse adapters that extend the vocabulary
+    base_text      the base's tokenizer and templates, which those of adapters are compared with; None = no comparison
     on_gone        called with a digest after its files were removed, or put in the place of damaged ones, outside all
                    locks; the API sends Evict then
     shared         whether other processes that say so too may have the store open; see `adapters.sharing`
@@ -81,7 +81,7 @@ class AdapterStore:
         base_dir: Path | None = None,
         row_plan: RowPlan | None = None,
         check_template: Callable[[str], None] | None = None,
-        base_token_id: Callable[[str], int | None] | None = None,
+        base_text: BaseText | None = None,
         on_gone: Callable[[str], None] | None = None,
         shared: bool = False,
         on_change: Callable[[str], None] | None = None,
@@ -90,7 +90,7 @@ class AdapterStore:
         most = self.limits.max_staging_bytes
         self.staging_bytes = None if most is None else StagingBytes(most)
         self.base_name = base_name
-        self._intake = Intake(layout, base_dir, row_plan, check_template, base_token_id)
+        self._intake = Intake(layout, base_dir, row_plan, check_template, base_text)
         root = root / self._intake.fingerprint
         sharing = Sharing(root) if shared else None
         self._sharing = sharing
@@ -271,11 +271,9 @@ class AdapterStore:
         """The published PEFT directory. Raises NotFound."""
         return self._files.adapter(digest)
 
-    def chat_template(self, digest: str) -> str | None:
-        """The adapter's own chat template, None if it ships none. Raises NotFound."""
-        if not self.manifest(digest).has_chat_template:
-            return None
-        return (self.path_of(digest) / TEMPLATE_FILE).read_text(encoding="utf-8")
+    def chat_templates(self, digest: str) -> dict[str, str]:
+        """The adapter's own chat templates by name, the usual one as "default". Raises NotFound, Damaged."""
+        return self._files.chat_templates(digest) if self.manifest(digest).has_chat_template else {}
 
     def fault(self) -> WriteFault | None:
         """What keeps the store from taking changes; None where nothing is seen that would. Asks the disk."""

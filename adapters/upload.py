@@ -12,7 +12,15 @@ from types import TracebackType
 from typing import IO
 
 from adapters.errors import Malformed, StorageFull, TooLarge, Unsupported
-from adapters.extras import KEPT_BYTES, Role, role_of, role_of_part
+from adapters.extras import (
+    KEPT_BYTES,
+    TEMPLATES_FOLDER,
+    TOKENIZER_ROLES,
+    Role,
+    role_of,
+    role_of_part,
+    template_name,
+)
 from adapters.format import printable
 from adapters.paths import CONFIG_FILE, TENSOR_FILE
 from adapters.peft_config import parse_config
@@ -159,39 +167,56 @@ class Staging:
         self._held = held or HeldBytes(None, "")
         self.budget = Budget(directory, limits, self._held)
         self.files: dict[Role, Path] = {}
+        self.named_templates: dict[str, Path] = {}
+        self.left_out: list[str] = []  # sentences
+        self.without_tokenizer = False  # whether files of the tokenizer are left out
         self._shards: dict[str, Path] = {}
-        self.ignored: list[str] = []  # "file NAME", "folder NAME"
 
     def open(self, role: Role, shown_name: str) -> UploadPart:
         """Raises Malformed when the role is taken, TooLarge for too many files."""
         self.budget.count_file()
-        if role == "ignored":
-            self._ignore(shown_name)
-            return UploadPart(None, role, self.budget)
-        path = self.directory / (f"part-{role}" if role != "shard" else f"part-shard-{len(self._shards)}")
+        if self._leaves_out(role):
+            self._ignore(shown_name, role=role)
+            return UploadPart(None, "ignored", self.budget)
+        several: dict[Role, int] = {"shard": len(self._shards), "named_template": len(self.named_templates)}
+        path = self.directory / (f"part-{role}-{several[role]}" if role in several else f"part-{role}")
         self._assign(role, path, shown_name)
         return UploadPart(path, role, self.budget)
 
-    def _ignore(self, shown_name: str, kind: str = "file") -> None:
-        self.ignored.append(f"{kind} {printable(shown_name[:200])}")
+    def _leaves_out(self, role: Role) -> bool:
+        return role == "ignored" or (self.without_tokenizer and role in TOKENIZER_ROLES)
+
+    def _ignore(self, shown_name: str, kind: str = "file", role: Role = "ignored") -> None:
+        name = printable(shown_name[:200])
+        if role in TOKENIZER_ROLES:
+            self.left_out.append(f"The file {name} was left out as asked, with whatever it says.")
+        else:
+            self.left_out.append(f"The {kind} {name} is not needed and was left out.")
 
     def _assign(self, role: Role, path: Path, shown_name: str) -> None:
         if role == "shard" and (name := PurePosixPath(shown_name).name) not in self._shards:
             self._shards[name] = path
             return
-        if role in self.files or role == "shard":
+        template = template_name(shown_name) if role == "named_template" else None
+        if template is not None and template not in self.named_templates:
+            self.named_templates[template] = path
+            return
+        if role in self.files or role in ("shard", "named_template"):
             raise Malformed(
                 f"The upload holds two files for the same purpose ({role}), the second {shown_name[:200]!r}."
             )
         self.files[role] = path
 
     def open_part(self, part_name: str, file_name: str | None) -> UploadPart:
-        return self.open(role_of_part(part_name, file_name), file_name or part_name)
+        role = role_of_part(part_name, file_name)
+        if role == "named_template" and template_name(part_name) is not None:
+            return self.open(role, part_name)
+        return self.open(role, file_name or part_name)
 
     def add_directory(self, directory: Path, links_below: Path | None = None) -> None:
-        """Copy the files of a PEFT directory that have a role; what else is there is left out. Links among them may
-        lead to files below `links_below` and below the directory itself, both resolved. Raises Malformed, Unsupported,
-        and what the role's limits raise."""
+        """Copy the files of a PEFT directory that have a role, named templates in their folder among them; what else is
+        there is left out. Links may lead to files below `links_below` and below the directory itself, both resolved.
+        Raises Malformed, Unsupported, and what the role's limits raise."""
         try:
             entries = sorted(directory.iterdir())
         except (FileNotFoundError, NotADirectoryError):
@@ -202,15 +227,21 @@ class Staging:
                 f"{CONFIG_FILE}."
             )
         allowed = [directory.resolve(), *([] if links_below is None else [links_below.resolve()])]
+        self._add_files(entries, allowed)
+
+    def _add_files(self, entries: Sequence[Path], allowed: Sequence[Path], folder: str = "") -> None:
         for entry in entries:
             if entry.is_dir():
-                self._ignore(entry.name, "folder")
+                if entry.name == TEMPLATES_FOLDER and not folder and not entry.is_symlink():
+                    self._add_files(sorted(entry.iterdir()), allowed, f"{TEMPLATES_FOLDER}/")
+                else:
+                    self._ignore(folder + entry.name, "folder")
                 continue
-            role = role_of(entry.name)
-            if role == "ignored":
-                with self.open(role, entry.name):
+            role = role_of(folder + entry.name)
+            if role == "ignored" or (folder and role != "named_template"):
+                with self.open("ignored", folder + entry.name):
                     continue
-            with _open_plain(entry, allowed) as source, self.open(role, entry.name) as part:
+            with _open_plain(entry, allowed) as source, self.open(role, folder + entry.name) as part:
                 _copy(source, part.write)
 
     def unpack_archive(self) -> None:
@@ -218,16 +249,16 @@ class Staging:
         archive = self.files.pop("archive", None)
         if archive is None:
             return
-        if self.files or self._shards:
+        if self.files or self._shards or self.named_templates:
             raise Malformed("The upload holds an archive and single files; send either.")
         inner = Budget(self.directory, self.limits, self._held)
         members: list[tuple[PurePosixPath, Role, Path | None]] = []
 
         def sink(path: PurePosixPath, data: IO[bytes]) -> None:
-            role = role_of(path.name)
-            target = None if role == "ignored" else self.directory / f"member-{len(members)}"
+            role = role_of(str(path))
+            target = None if self._leaves_out(role) else self.directory / f"member-{len(members)}"
             members.append((path, role, target))
-            with UploadPart(target, role, inner) as part:
+            with UploadPart(target, role if target is not None else "ignored", inner) as part:
                 _copy(data, part.write)
             if role == "config" and target is not None and not _CHECKPOINT.fullmatch(path.parent.name):
                 _check_member(path, target)  # refused before gigabytes are unpacked, if it comes before them
@@ -238,7 +269,8 @@ class Staging:
         for path, role, target in members:
             if any(path.is_relative_to(folder) for folder in below):
                 continue
-            if target is None or path.parent != root:
+            folder = root / TEMPLATES_FOLDER if role == "named_template" else root
+            if target is None or path.parent != folder:
                 self._leave_out(path, role)
             else:
                 self._assign(role, target, str(path))
@@ -249,13 +281,19 @@ class Staging:
     def _leave_out(self, path: PurePosixPath, role: Role) -> None:
         if role in ("tensors", "shard"):
             raise Malformed(f"The archive holds tensors apart from their {CONFIG_FILE}: {str(path)[:200]!r}.")
-        self._ignore(str(path))
+        self._ignore(str(path), role=role if self._leaves_out(role) else "ignored")
 
     def check_config(self) -> None:
         """Raises what `parse_config` raises, if a configuration is there, written and closed."""
         config = self.read("config")
         if config is not None:
             parse_config(config)
+
+    def read_named_templates(self) -> dict[str, bytes]:
+        """By name. Raises Malformed for what is none."""
+        for name, path in self.named_templates.items():
+            _refuse_lfs_pointer(path, f"chat template {name}")
+        return {name: path.read_bytes() for name, path in self.named_templates.items()}
 
     def read(self, role: Role) -> bytes | None:
         path = self.files.get(role)

@@ -18,6 +18,7 @@ from adapters.names import Change
 from adapters.paths import CONFIG_FILE, join
 from adapters.row_plan import plan_rows
 from adapters.store import AdapterStore, StoreLimits
+from adapters.vocabulary import BaseText
 from kernels.lora.max_rank import MAX_KERNEL_RANK
 from kernels.sampling.parameters import NEUTRAL
 from service.api import (
@@ -56,7 +57,7 @@ from service.start_check import StartError
 from service.tenants.keys_file import KeysFileError
 from service.tenants.limits import RATE_HEADERS
 from service.tenants.tenants import Tenants, follow_usage
-from service.text.chat_template import ChatTemplate, template_source
+from service.text.chat_template import ChatTemplate, template_sources
 from service.text.template_worker import AdapterTemplate
 from service.text.tokenizer import TextTokenizer
 from service.upkeep import freeze, keep_up
@@ -127,13 +128,13 @@ def _build_services(settings: Settings, engine: EngineClient | Engines) -> Servi
     tenants = _tenants(settings)
     layout = layout_in(settings.model_dir)
     tokenizer = TextTokenizer.load(settings.model_dir)
-    source = _template_source(settings.model_dir)
+    sources = _template_sources(settings.model_dir)
     services = Services(
         settings=settings,
         engine=engine,
         layout=layout,
         tokenizer=tokenizer,
-        template=None if source is None else ChatTemplate(source, tokenizer.special_tokens),
+        templates={name: ChatTemplate(source, tokenizer.special_tokens) for name, source in sources.items()},
         metrics=Metrics(settings.base_name, settings.metrics_adapters),
         tenants=tenants,
         sampling_defaults=_sampling_defaults(settings),
@@ -171,10 +172,10 @@ def _sampling_defaults(settings: Settings) -> Mapping[str, float]:
     return defaults
 
 
-def _template_source(model_dir: Path) -> str | None:
-    """The base's own chat template. StartError if its file cannot be read."""
+def _template_sources(model_dir: Path) -> dict[str, str]:
+    """The base's own chat templates by name. StartError if a file of them cannot be read."""
     try:
-        return template_source(model_dir)
+        return template_sources(model_dir)
     except UnicodeDecodeError as error:
         raise StartError(
             f"chat_template.jinja of the model is not UTF-8 ({error.reason}); save it as UTF-8."
@@ -197,7 +198,13 @@ def _open_store(services: Services) -> AdapterStore:
             ),
             base_name=settings.base_name,
             base_dir=settings.model_dir,
-            base_token_id=tokenizer.token_id,
+            base_text=BaseText(
+                tokenizer.token_id,
+                tokenizer.token_name,
+                tokenizer.special_tokens,
+                tokenizer.eos_token_ids,
+                tuple(template.source for template in services.templates.values()),
+            ),
             check_template=lambda template: AdapterTemplate(
                 services.template_workers, template, tokenizer.special_tokens
             ).check(),

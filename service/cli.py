@@ -165,6 +165,8 @@ def make_parser() -> argparse.ArgumentParser:
     upload.add_argument("--visibility", choices=("private", "shared", "public"), help=text)
     upload.add_argument("--shared-with", help="with shared: the tenants, with commas between them")
     upload.add_argument("--probe", action="store_true", help="refuse what changes no answer, or makes no finite one")
+    text = "leave out the files of its tokenizer: they name tokens that it was not trained with"
+    upload.add_argument("--without-tokenizer", action="store_true", help=text)
     condition = upload.add_mutually_exclusive_group()
     condition.add_argument("--new", action="store_true", help="refuse if there is an adapter of this name")
     condition.add_argument("--if-version", metavar="VERSION", help="refuse if the adapter is at another version")

@@ -28,8 +28,13 @@ from safetensors.torch import save_file
 tensors = torch.load(sys.argv[1], map_location="cpu", weights_only=True)
 save_file({name: one.clone().contiguous() for name, one in tensors.items()}, sys.argv[2])
 """
-# What a directory may hold beside them that the server looks at: a chat template, tokens that the base has not.
-_BESIDE = ("chat_template.jinja", "tokenizer_config.json", "added_tokens.json", "tokenizer.json")
+# What a directory may hold beside them that the server looks at: chat templates, end tokens, tokens that the base has
+# not.
+_BESIDE = (
+    *("chat_template.jinja", "chat_template.json", "tokenizer_config.json", "special_tokens_map.json"),
+    *("added_tokens.json", "tokenizer.json", "generation_config.json"),
+)
+_TEMPLATES = "additional_chat_templates"
 _ARCHIVES = (".tar.gz", ".tgz", ".zip")
 
 
@@ -42,13 +47,15 @@ def upload(arguments: argparse.Namespace) -> int:
     path, headers = path_of("/v1/adapters", name), _conditions(arguments)
     said = {part: getattr(arguments, part) for part in ("note", "visibility", "shared_with")}
     data = {part: text for part, text in said.items() if text}
-    probe = "?probe=true" if arguments.probe else ""
+    asked = "&".join(f"{one}=true" for one in ("probe", "without_tokenizer") if getattr(arguments, one))
     with ExitStack() as opened, _readable(arguments.path):
         parts = [(part, _sendable(file), opened.enter_context(file.open("rb"))) for part, file in files.items()]
         body = Multipart(data, parts)
         bar = opened.enter_context(_Bar(own_name, body.num_bytes))
-        answer = put(arguments.url, arguments.api_key, path + probe, body, headers, bar.advance)
+        answer = put(arguments.url, arguments.api_key, path + f"?{asked}" * bool(asked), body, headers, bar.advance)
     print(answer_of(answer, lambda report: _bound(report, is_new=answer.status_code == 201)))
+    if unsent := _unsent(arguments.path, files):
+        print(f"  Not sent, since no server needs it: {', '.join(unsent)}.")
     return 0
 
 
@@ -137,7 +144,16 @@ def _files_of(path: Path) -> dict[str, Path]:
         raise ClientError(
             f"{path} has no {' and no '.join(missing)}; give a directory that PEFT's save_pretrained wrote."
         )
-    return {name: path / name for name in (_CONFIG, *weights, *_BESIDE) if (path / name).is_file()}
+    templates = sorted(f"{_TEMPLATES}/{file.name}" for file in (path / _TEMPLATES).glob("*.jinja"))
+    return {name: path / name for name in (_CONFIG, *weights, *_BESIDE, *templates) if (path / name).is_file()}
+
+
+def _unsent(path: Path, files: dict[str, Path]) -> list[str]:
+    """Names in a directory of which nothing was sent, folders with a slash."""
+    if not path.is_dir():
+        return []
+    sent = {name.partition("/")[0] for name in files}
+    return [_sendable(one) + "/" * one.is_dir() for one in sorted(path.iterdir()) if one.name not in sent]
 
 
 def ls(arguments: argparse.Namespace) -> int:

@@ -68,7 +68,11 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("service.models", "service.grammars", "adapters", "kernels"),
         *("service.logs", "service.child_process", "service.machine", "service.fair_cache"),
     ),
-    "service/text": ("service.bounded_child", "service.fair_pool", "service.payer"),
+    "service/text": (
+        *("service.bounded_child", "service.fair_pool", "service.payer"),
+        # Which templates and special tokens a directory has is read alike of a base's and of an adapter's.
+        *("adapters.extras", "adapters.paths", "adapters.tokenizer_files", "adapters.vocabulary"),
+    ),
     "service/grammars": (
         "service.text.tokenizer",
         # How a tool's values are written, which the parser of a format reads by.
@@ -92,7 +96,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     # A client of a server that runs elsewhere.
     "service/command_client.py": ("service.version",),
     "service/chat_command.py": ("service.command_client",),
-    "service/commands.py": ("service.command_client",),
+    "service/commands.py": ("service.command_client", "service.upload_client"),
     "service/load_test.py": ("service.command_client",),
     # What everybody may import knows nobody.
     "service/logs.py": (),

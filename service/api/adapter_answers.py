@@ -45,9 +45,10 @@ class AdapterSummary(Response):
 
 
 class AdapterResponse(AdapterSummary):
-    """An adapter: what was bound where."""
+    """An adapter: what was bound where. `eos_token_ids` end its answers beside the base's."""
 
     modules: list[ModuleReport]
+    eos_token_ids: list[int]
     notes: list[str]
 
 

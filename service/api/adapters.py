@@ -84,6 +84,8 @@ async def take_upload(
     with services.uploading() as place, ExitStack() as held:
         declared = min(announced, store.limits.max_upload_bytes)
         upload = await in_upload_thread(store.begin, declared_bytes=declared, owner=PAYER.get())
+        if query.without_tokenizer:
+            upload.leave_tokenizer_out()
         try:
             sent = await receive_upload(request, namespace.place, upload, place)
             if query.probe:
@@ -236,6 +238,7 @@ def describe(request: Request, record: AdapterRecord, sent_note: str = "") -> Ad
             )
             for one in manifest.modules
         ],
+        eos_token_ids=list(manifest.eos_token_ids),
         notes=[*manifest.notes, *_same(version), *_unkept(services, record), *_unkept_note(version, sent_note)],
     )
 

@@ -117,7 +117,7 @@ async def admit(
             partial(token_lists, request, services.tokenizer, ready.vocab_size), size_chars=num_list_chars(request)
         )
         grammar = await requested_grammar(services, request, kept[0].reading)
-        plans = plan_sequences(services, ready, request, kept, stop, lists, grammar)
+        plans = plan_sequences(services, ready, target, request, kept, stop, lists, grammar)
         return Admitted(services, tenant, target, plans, payer, charged(tenant, plans))
     except BaseException:
         leave(services, tenant, places, payer)

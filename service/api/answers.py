@@ -109,6 +109,7 @@ class TokenizerInfo(Response):
 
     tokenizer_class: str | None = None
     chat_template: str | None = None
+    additional_chat_templates: dict[str, str] = {}
     bos_token: str | None = None
     eos_token: str | None = None
     pad_token: str | None = None

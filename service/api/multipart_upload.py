@@ -216,3 +216,7 @@ class UploadQuery(BaseModel, extra="forbid"):
         description="run a fixed prompt with the adapter before it gets its name, and refuse one that changes nothing "
         "or gives logits that are no numbers",
     )
+    without_tokenizer: bool = Field(
+        False,
+        description="leave out tokenizer.json, tokenizer_config.json, added_tokens.json and special_tokens_map.json",
+    )

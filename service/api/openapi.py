@@ -105,7 +105,8 @@ UPLOAD_BODY: dict[str, Any] = {
                     "chat_template": {
                         "type": "string",
                         "contentMediaType": "text/plain",
-                        "description": "the adapter's own chat_template.jinja, if it has one",
+                        "description": "the adapter's own chat_template.jinja, if it has one; others by name are parts "
+                        "called additional_chat_templates/NAME.jinja",
                     },
                 },
                 "additionalProperties": {"type": "string", "contentMediaType": "application/octet-stream"},

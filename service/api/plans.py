@@ -15,6 +15,7 @@ from service.api.prompts import Prompt
 from service.api.sampling import build_sampling, seed_of_choice
 from service.api.schemas import MAX_HELD_LOGPROBS, ChatRequest, CompletionRequest
 from service.api.state import Services
+from service.api.targets import Target
 from service.api.token_lists import TokenLists
 from service.engine.messages import Ready, Sampling
 from service.text.stop_strings import StopAutomaton
@@ -42,6 +43,7 @@ class Plan:
 def plan_sequences(
     services: Services,
     ready: Ready,
+    target: Target,
     request: CompletionRequest | ChatRequest,
     prompts: Sequence[Prompt],
     stop: StopAutomaton,
@@ -57,6 +59,7 @@ def plan_sequences(
             max_tokens=max_tokens,
             vocab_size=ready.vocab_size,
             eos_token_ids=services.tokenizer.eos_token_ids,
+            own_eos_token_ids=target.eos_token_ids,
             defaults=services.sampling_defaults,
             lists=lists,
             grammar=grammar,

@@ -6,7 +6,8 @@ import asyncio
 from dataclasses import dataclass, replace
 from typing import Any
 
-from service.api.errors import BadRequest
+from adapters.paths import DEFAULT_TEMPLATE
+from service.api.errors import BadRequest, quoted
 from service.api.json_body import check_inner_counts
 from service.api.lengths import refuse_hopeless, wanted_tokens
 from service.api.off_loop import LONG_TEXT_CHARS, off_loop
@@ -18,7 +19,7 @@ from service.api.tools import tools_chars
 from service.engine.messages import Ready
 from service.grammars.json_size import each_value
 from service.text.answer_reader import PLAIN, Reading
-from service.text.chat_template import RESERVED_VARIABLES, ChatTemplate
+from service.text.chat_template import RESERVED_VARIABLES, ChatTemplate, chosen_name
 from service.text.template_worker import AdapterTemplate
 
 # A message costs as much as so many characters of one, however short it is.
@@ -72,17 +73,40 @@ def _cost_chars(variables: Any) -> int:
     return num_chars
 
 
-def template_of(services: Services, target: Target) -> ChatTemplate | AdapterTemplate | None:
-    """The adapter's own template, or else the base's; None if neither has one. Reads a file."""
-    own = services.adapter_template(target.digest) if target.digest is not None and target.has_template else None
-    return services.template if own is None else own
+def special_tokens_of(services: Services, target: Target) -> dict[str, str]:
+    """The special tokens that a model's chat templates see: the base's, or what an adapter has in their place."""
+    tokens = {**services.tokenizer.special_tokens, **target.changed_tokens}
+    return {name: text for name, text in tokens.items() if text is not None}
 
 
-def _required_template(services: Services, target: Target) -> ChatTemplate | AdapterTemplate:
-    template = template_of(services, target)
-    if template is None:
+def templates_of(services: Services, target: Target) -> dict[str, ChatTemplate | AdapterTemplate]:
+    """The chat templates of a model by name: those that an adapter ships, and of the base all if it ships none, or else
+    the usual one where it has none of its own. Reads files."""
+    tokens, own = special_tokens_of(services, target), dict[str, ChatTemplate | AdapterTemplate]()
+    if target.digest is not None and target.has_template:
+        own |= services.adapter_templates(target.digest, tokens)
+    of_base = {name: one for name, one in services.templates.items() if not own or name == DEFAULT_TEMPLATE}
+    if target.changed_tokens:
+        of_base = {name: one.with_special_tokens(tokens) for name, one in of_base.items()}
+    return {**of_base, **own}
+
+
+def _required_template(
+    services: Services, target: Target, asked: str | None, *, has_tools: bool
+) -> ChatTemplate | AdapterTemplate:
+    """The chat template of a request that asks for one by name, or for none. BadRequest if there is no such one."""
+    templates = templates_of(services, target)
+    name = chosen_name(templates.keys(), asked, has_tools=has_tools)
+    if name is not None:
+        return templates[name]
+    if not templates:
         raise BadRequest("This model has no chat template; send the prompt to /v1/completions instead of messages.")
-    return template
+    names = ", ".join(map(repr, sorted(templates)))
+    which = "no default chat template" if asked is None else f"no chat template {quoted(asked)!r}"
+    raise BadRequest(
+        f"This model has {which}; let `chat_template_name` be one of {names}.",
+        param="chat_template_name",
+    )
 
 
 async def chat_prompt(services: Services, target: Target, request: ChatRequest | TokenizeRequest) -> Prompt:
@@ -100,7 +124,7 @@ async def chat_prompt(services: Services, target: Target, request: ChatRequest |
     def render() -> tuple[str, Reading]:
         check_inner_counts([text for message in messages for text in message.json_texts])
         plain = [message.for_template() for message in messages]
-        template = _required_template(services, target)
+        template = _required_template(services, target, request.chat_template_name, has_tools=bool(tools))
         writes_tools = writes_tools_of(services, template, tools, plain)
         variables = thinking_variables(services, request, template.source) | (given or {})
         text = template.render(

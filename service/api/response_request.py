@@ -122,6 +122,9 @@ class ResponsesRequest(Decoding):
     )
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = Field(None, description="given back as it is")
     chat_template_kwargs: TemplateVariables = Field(None, description="variables for the chat template")
+    chat_template_name: str | None = Field(
+        None, max_length=64, description="which of the model's named chat templates; default: as in chats"
+    )
 
     @model_validator(mode="after")
     def _check_include(self) -> ResponsesRequest:
@@ -145,7 +148,10 @@ def chat_of(request: ResponsesRequest) -> ChatRequest:
     fields: dict[str, Any] = {
         name: getattr(request, name) for name in request.model_fields_set & Decoding.model_fields.keys()
     }
-    same = ("stream", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs", "top_logprobs")
+    same = (
+        *("stream", "tools", "tool_choice", "parallel_tool_calls", "top_logprobs"),
+        *("chat_template_kwargs", "chat_template_name"),
+    )
     fields |= {name: getattr(request, name) for name in same if getattr(request, name) is not None}
     fields["messages"] = _messages(request)
     fields["max_completion_tokens"] = request.max_output_tokens

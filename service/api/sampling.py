@@ -51,13 +51,14 @@ def build_sampling(
     max_tokens: int,
     vocab_size: int,
     eos_token_ids: tuple[int, ...],
+    own_eos_token_ids: tuple[int, ...] = (),
     defaults: Mapping[str, float] = NEUTRAL,
     lists: TokenLists = TokenLists(),
     grammar: str | None = None,
 ) -> Sampling:
-    """What the engine is told. `eos_token_ids` end the answer unless `ignore_eos`; those that the model cannot produce,
-    which checkpoints may name, are left out. `grammar` is what `service.api.requested_grammar` gives. BadRequest names
-    a wrong field."""
+    """What the engine is told. `eos_token_ids`, and an adapter's own, end the answer unless `ignore_eos`; those that
+    the model cannot produce, which checkpoints may name, are left out. `grammar` is of `requested_grammar`. BadRequest
+    names a wrong field."""
     min_tokens = request.min_tokens or 0
     if min_tokens > max_tokens:
         raise BadRequest(
@@ -65,7 +66,7 @@ def build_sampling(
         )
     stop_token_ids = _checked_stop_ids(request, vocab_size)
     if not request.ignore_eos:
-        endings = (token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size)
+        endings = (token_id for token_id in (*eos_token_ids, *own_eos_token_ids) if 0 <= token_id < vocab_size)
         stop_token_ids = tuple(dict.fromkeys((*stop_token_ids, *endings)))
     if not lists.leave_a_token(stop_token_ids if min_tokens else (), vocab_size):
         raise _no_token_left(request)
@@ -83,6 +84,7 @@ def build_sampling(
         seed=request.seed,
         stop_token_ids=stop_token_ids,
         ignore_eos=bool(request.ignore_eos),
+        eos_token_ids=() if request.ignore_eos else own_eos_token_ids,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
         grammar=grammar,

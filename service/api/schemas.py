@@ -219,6 +219,11 @@ class ChatRequest(Generation):
     chat_template_kwargs: TemplateVariables = Field(
         None, description="variables for the chat template, such as enable_thinking"
     )
+    chat_template_name: str | None = Field(
+        None,
+        max_length=64,
+        description="which of the model's named chat templates; default: `tool_use` with tools, else `default`",
+    )
     tools: ToolList | None = Field(None, description=f"functions that the model may call, up to {MAX_TOOLS}")
     tool_choice: ToolChoice | None = Field(
         None,
@@ -319,6 +324,7 @@ class TokenizeRequest(Request):
     add_generation_prompt: bool | None = Field(None, description="true by default; only with messages")
     continue_final_message: bool | None = Field(None, description="only with messages")
     chat_template_kwargs: TemplateVariables = Field(None, description="only with messages")
+    chat_template_name: str | None = Field(None, max_length=64, description="only with messages")
     reasoning_effort: str | None = Field(None, description="only with messages")
     enable_thinking: bool | None = Field(None, description="only with messages")
     tools: ToolList | None = Field(None, description="only with messages")
@@ -334,6 +340,7 @@ class TokenizeRequest(Request):
             "add_generation_prompt",
             "continue_final_message",
             "chat_template_kwargs",
+            "chat_template_name",
             "reasoning_effort",
             "enable_thinking",
             "tools",

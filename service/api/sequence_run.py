@@ -222,7 +222,8 @@ class SequenceRun:
             piece.finish_reason, piece.stop_reason = "stop", self._stop.matched
             return
         self._texts.append(self._stop.finish())
-        if message.stop_token_id is not None and message.stop_token_id not in self._services.tokenizer.eos_token_ids:
+        ends = (*self._services.tokenizer.eos_token_ids, *self._plan.sampling.eos_token_ids)
+        if message.stop_token_id is not None and message.stop_token_id not in ends:
             piece.stop_reason = message.stop_token_id
 
 

@@ -41,7 +41,8 @@ from service.text.tokenizer import TextTokenizer
 
 @dataclass
 class Services:
-    """The parts behind the routers. `store` is None when LoRA is off; `template` when the model has none.
+    """The parts behind the routers. `store` is None when LoRA is off; `templates` are the model's chat templates by
+    name, the usual one as "default".
 
     tenants      who may ask
     sampling_defaults  what a request has that does not say
@@ -64,7 +65,7 @@ class Services:
     engine: EngineProtocol
     layout: BaseLayout
     tokenizer: TextTokenizer
-    template: ChatTemplate | None
+    templates: Mapping[str, ChatTemplate]
     metrics: Metrics
     tenants: Tenants = field(default_factory=Tenants)
     sampling_defaults: Mapping[str, float] = field(default_factory=lambda: NEUTRAL)
@@ -120,11 +121,11 @@ class Services:
             residents += [Resident(one.name, tier, one.rank, one.is_pinned) for one in rows]
         return residents, sum(where == "device" for where in held.values())
 
-    def adapter_template(self, digest: str) -> AdapterTemplate | None:
-        """The chat template that an adapter ships, None if it ships none. Reads a file."""
+    def adapter_templates(self, digest: str, special_tokens: Mapping[str, str]) -> dict[str, AdapterTemplate]:
+        """The chat templates that an adapter ships, by name. Reads files."""
         assert self.store is not None, "an adapter without a store"
-        source = self.store.chat_template(digest)
-        return None if source is None else AdapterTemplate(self.template_workers, source, self.tokenizer.special_tokens)
+        sources = self.store.chat_templates(digest)
+        return {name: AdapterTemplate(self.template_workers, one, special_tokens) for name, one in sources.items()}
 
     def template_turn(self, whose: str) -> asyncio.Lock:
         """Held while a chat with an adapter's own template waits for it to be rendered: of each adapter of a payer, or

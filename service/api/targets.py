@@ -45,8 +45,18 @@ class Target:
 
     @property
     def has_template(self) -> bool:
-        """Whether the adapter ships a chat template of its own: one that nobody here has chosen."""
+        """Whether the adapter ships chat templates of its own, which nobody here has chosen."""
         return self.lease is not None and self.lease.record.manifest.has_chat_template
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end the adapter's answers beside the base's."""
+        return () if self.lease is None else self.lease.record.manifest.eos_token_ids
+
+    @property
+    def changed_tokens(self) -> dict[str, str | None]:
+        """Special tokens that the adapter has in place of the base's; None: it has none of that name."""
+        return {} if self.lease is None else self.lease.record.manifest.special_tokens
 
     def release(self) -> None:
         """Give the adapter's files back to the store; exactly once."""

@@ -8,6 +8,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, Field
 
+from adapters.paths import DEFAULT_TEMPLATE
 from adapters.turns import in_turns
 from service.api.answers import DetokenizeResponse, TokenizeResponse, TokenizerInfo
 from service.api.auth import caller_of
@@ -18,7 +19,7 @@ from service.api.listing import listing
 from service.api.long_answers import json_answer
 from service.api.off_loop import LONG_TEXTS, off_loop
 from service.api.openapi import TEXT_ERRORS, errors
-from service.api.prompts import Prompt, chat_prompt, encoded, template_of
+from service.api.prompts import Prompt, chat_prompt, encoded, templates_of
 from service.api.schemas import DetokenizeRequest, TokenizeRequest
 from service.api.sse import until_disconnect
 from service.api.state import Services, services_of
@@ -107,12 +108,14 @@ async def tokenizer_info(request: Request, query: Annotated[_WhoseTokenizer, Que
     target = resolve(services, caller_of(request), query.model)
 
     def info() -> TokenizerInfo:
-        template = template_of(services, target)
+        sources = {name: template.source for name, template in templates_of(services, target).items()}
         return TokenizerInfo.model_validate(
             {
                 **{name: value for name, value in services.tokenizer.config.items() if name not in _PATHS},
                 **services.tokenizer.special_tokens,
-                "chat_template": None if template is None else template.source,
+                **target.changed_tokens,
+                "chat_template": sources.pop(DEFAULT_TEMPLATE, None),
+                "additional_chat_templates": sources,
             }
         )
 

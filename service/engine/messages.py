@@ -29,6 +29,7 @@ class Sampling(Parameters, frozen=True, kw_only=True, omit_defaults=True):
     prompt_logprobs likewise for the prompt (`echo`); logit_bias maps token id to an added logit; grammar is
     llguidance's, serialised, as `service.grammars.trial` gives it once it has been tried.
     allowed_tokens: bit t % 8 of byte t // 8 allows token t, and bytes that are missing allow none; empty = all.
+    eos_token_ids: of the adapter, among the stop_token_ids; where a grammar lets the model's end the answer, these may.
     bad_words: token sequences that the output must not hold. With both, and with min_tokens, some token must be left.
     """
 
@@ -40,6 +41,7 @@ class Sampling(Parameters, frozen=True, kw_only=True, omit_defaults=True):
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    eos_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: str | None = None

@@ -119,6 +119,7 @@ def _error_in_sampling(sampling: Sampling, capacity: Capacity) -> str | None:
         ("bad_words", all(word and all(0 <= token < vocab_size for token in word) for word in sampling.bad_words)),
         ("stop_token_ids", len(_endings(sampling, capacity)) <= MAX_ENDINGS),
         ("stop_token_ids", all(0 <= token < vocab_size for token in sampling.stop_token_ids)),
+        ("eos_token_ids", set(sampling.eos_token_ids) <= set(sampling.stop_token_ids)),
     ]
     for name, is_fine in fields:
         if not is_fine:

@@ -92,11 +92,14 @@ class TokenConstraint:
         self._seconds_behind = 0.0
         self._num_min = sampling.min_tokens
         ends = frozenset(eos_token_ids)
+        # The adapter's: the grammar does not know them, and they may end the answer where the model's own may.
+        self._own_ends = frozenset(sampling.eos_token_ids) if matcher is not None else frozenset()
+        self._base_ends, self._own_bits = mask_of(ends, vocab_size), mask_of(self._own_ends, vocab_size)
         self._early_bar = _bar(stop_ids | ends, vocab_size) if sampling.min_tokens else None
         self._late_bar = _bar(ends, vocab_size) if sampling.ignore_eos and ends else None
         self._rules: TokenRules | None = None
         if sampling.allowed_tokens or sampling.bad_words:
-            self._rules = TokenRules(sampling, vocab_size, eos_token_ids)
+            self._rules = TokenRules(sampling, vocab_size, (*eos_token_ids, *self._own_ends))
         self._output: list[int] = []
         self.error = ""
 
@@ -108,7 +111,7 @@ class TokenConstraint:
     def consume(self, token: int) -> None:
         """The sequence's next token."""
         self._output.append(token)
-        if self._matcher is None:
+        if self._matcher is None or token in self._own_ends:
             return
         started = self._clock()
         is_allowed = self._matcher.consume_token(token)
@@ -127,6 +130,8 @@ class TokenConstraint:
             if self.error:
                 mask[:] = -1
                 return
+            if self._own_ends and (mask & self._base_ends).any():
+                mask |= self._own_bits
         bar = self._early_bar if len(self._output) < self._num_min else self._late_bar
         if bar is not None:
             narrowed = mask & bar

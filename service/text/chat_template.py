@@ -7,10 +7,14 @@ anything. Those that came with uploaded adapters run so in a process of their ow
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from adapters.extras import TEMPLATES_FOLDER
+from adapters.paths import DEFAULT_TEMPLATE, TEMPLATE_FILE
+from adapters.tokenizer_files import named_templates
 from service.text.content_parts import PROBE_TOOL, ContentForms
 from service.text.generic_tools import written_into_texts
 from service.text.template_sandbox import TemplateError, template_environment
@@ -19,6 +23,8 @@ from service.text.tokenizer import TextError, read_json
 # What `render` gives to a template; a request's own variables may not take these names.
 RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 _MAX_TEMPLATE_BYTES = 1 << 20
+# The name of the template for chats with tools, where a model has one.
+TOOL_TEMPLATE = "tool_use"
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 
 
@@ -38,6 +44,12 @@ class ChatTemplate:
         except Exception as error:  # Python's own compiler has limits too, and says so in several ways
             raise TextError(f"The chat template is not valid jinja2: {error}.") from error
         self._contents = ContentForms(self._probe)
+
+    def with_special_tokens(self, special_tokens: Mapping[str, str]) -> ChatTemplate:
+        """The same template with other special tokens."""
+        other = copy.copy(self)
+        other._special_tokens = dict(special_tokens)
+        return other
 
     def render(
         self,
@@ -164,17 +176,27 @@ def _cut_at_tag(text: str, final: str) -> str:
     return text[:at] if kept_space else text[:at].rstrip()
 
 
-def template_source(directory: Path) -> str | None:
-    """The chat template of a model or adapter directory: chat_template.jinja, or `chat_template` of
-    tokenizer_config.json, else of chat_template.json, as a string or as a list of named ones, of which "default" is
-    taken. None without one."""
-    path = directory / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
-    found = read_json(directory / "tokenizer_config.json").get("chat_template")
-    found = found or read_json(directory / "chat_template.json").get("chat_template")
-    if isinstance(found, list):
-        found = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
-    if isinstance(found, dict):
-        found = found.get("default")
-    return found if isinstance(found, str) else None
+def template_sources(directory: Path) -> dict[str, str]:
+    """The chat templates of a model directory by name, the usual one as "default": chat_template.jinja and
+    additional_chat_templates/NAME.jinja, or else `chat_template` of tokenizer_config.json, or else of
+    chat_template.json. TextError for what is none, UnicodeDecodeError for a file that is not UTF-8."""
+    files = {path.stem: path for path in sorted((directory / TEMPLATES_FOLDER).glob("*.jinja"))}
+    if (directory / TEMPLATE_FILE).is_file():
+        files[DEFAULT_TEMPLATE] = directory / TEMPLATE_FILE
+    if files:
+        return {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+    for file in ("tokenizer_config.json", "chat_template.json"):
+        found = named_templates(read_json(directory / file).get("chat_template"))
+        if found is None:
+            raise TextError(f"{file} of the model: chat_template must be text or a list of named templates.")
+        if found:
+            return found
+    return {}
+
+
+def chosen_name(names: Collection[str], asked: str | None, *, has_tools: bool) -> str | None:
+    """The name of the template that renders a chat, as transformers chooses: the one that is asked for, or else
+    "tool_use" with tools, or else "default". None where there is no such one."""
+    if asked is None:
+        asked = TOOL_TEMPLATE if has_tools and TOOL_TEMPLATE in names else DEFAULT_TEMPLATE
+    return asked if asked in names else None

@@ -12,9 +12,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-# The named special tokens, in transformers' order; templates see them as variables.
-_NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
+from adapters.vocabulary import merged_config, special_tokens, token_content
 
 # So many are decoded in a millisecond.
 _TOKENS_OF_A_PIECE = 1 << 14
@@ -61,7 +59,7 @@ class TextTokenizer:
     def __init__(self, tokenizer: Tokenizer, config: dict[str, Any], eos_token_ids: tuple[int, ...]) -> None:
         self._tokenizer = tokenizer
         self.config = config
-        self.special_tokens = _named_special_tokens(config)
+        self.special_tokens = special_tokens(config, {})
         _add_configured_tokens(tokenizer, config, self.special_tokens)
         self._added = tokenizer.get_added_tokens_decoder()
         self.special_id_of = {token.content: id_ for id_, token in sorted(self._added.items()) if token.special}
@@ -92,8 +90,7 @@ class TextTokenizer:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         config = read_json(model_dir / "tokenizer_config.json")
-        if not _named_special_tokens(config):
-            config = {**read_json(model_dir / "special_tokens_map.json"), **config}
+        config = merged_config(config, read_json(model_dir / "special_tokens_map.json"))
         model = read_json(model_dir / "config.json")
         if model.get("eos_token_id") is None and isinstance(model.get("text_config"), dict):
             model = model["text_config"]
@@ -255,26 +252,11 @@ def _ids(value: Any) -> list[int]:
     return [token_id for token_id in values if isinstance(token_id, int)]
 
 
-def _token_content(value: Any) -> str | None:
-    """The text of a token that a config writes as a string or as {"content": ...}."""
-    if isinstance(value, dict):
-        value = value.get("content")
-    return value if isinstance(value, str) else None
-
-
-def _named_special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    named = {name: _token_content(config.get(name)) for name in _NAMED_SPECIAL_TOKENS}
-    extra = config.get("extra_special_tokens") or config.get("model_specific_special_tokens")
-    if isinstance(extra, dict):
-        named |= {name: _token_content(value) for name, value in extra.items()}
-    return {name: content for name, content in named.items() if content is not None}
-
-
 def _add_configured_tokens(tokenizer: Tokenizer, config: dict[str, Any], named: dict[str, str]) -> None:
     """Tokens that tokenizer_config.json declares special are special, also where tokenizer.json does not say so."""
     declared = [content for content in named.values() if tokenizer.token_to_id(content) is not None]
     for entry in (config.get("added_tokens_decoder") or {}).values():
-        if isinstance(entry, dict) and entry.get("special") and _token_content(entry) is not None:
+        if isinstance(entry, dict) and entry.get("special") and token_content(entry) is not None:
             content = str(entry["content"])
             if tokenizer.token_to_id(content) is not None:
                 declared.append(content)

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from adapters.errors import (
 from adapters.records import Manifest
 from adapters.row_plan import plan_rows
 from adapters.store import AdapterStore, StoreLimits
+from adapters.vocabulary import BaseText
 from tests.support.adapter_files import (
     HIDDEN,
     VOCAB,
@@ -522,16 +524,16 @@ def test_a_fifo_in_a_directory_is_refused_without_opening_it(store: AdapterStore
 # ---- tokenizer files
 
 
-def upload_with(store: AdapterStore, files: dict[str, bytes]) -> Any:
+def upload_with(store: AdapterStore, files: dict[str, bytes], name: str = "x") -> Any:
     with store.begin() as upload:
-        for name, data in {
+        for file, data in {
             "adapter_config.json": config_bytes(),
             "adapter_model.safetensors": safetensors_bytes(good_tensors()),
             **files,
         }.items():
-            with upload.open_part("file", name) as part:
+            with upload.open_part("file", file) as part:
                 part.write(data)
-        return upload.finish("x")[0]
+        return upload.finish(name)[0]
 
 
 @pytest.mark.parametrize(
@@ -551,10 +553,41 @@ def upload_with(store: AdapterStore, files: dict[str, bytes]) -> Any:
 def test_an_adapters_chat_template_is_kept(store: AdapterStore, files: dict[str, bytes]) -> None:
     record = upload_with(store, files)
     assert record.manifest.has_chat_template
-    assert store.chat_template(record.digest) == "hello {{ x }}"
+    assert store.chat_templates(record.digest)["default"] == "hello {{ x }}"
     plain, _ = upload_bytes(store, "plain", config_bytes(), safetensors_bytes(good_tensors()))
     assert plain.digest != record.digest
-    assert store.chat_template(plain.digest) is None
+    assert store.chat_templates(plain.digest) == {}
+
+
+def test_the_digest_covers_what_changes_a_prompt_or_an_answer(tmp_path: Path) -> None:
+    tokens = {"<s>": 1, "</s>": 2, "<end>": 3, "<pad>": 0}
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    base = BaseText(tokens.get, str, special, (2,))
+    store = AdapterStore(tmp_path / "store", LAYOUT, LIMITS, base_name="base", base_text=base)
+
+    names = map(str, count())
+
+    def digest(config: dict[str, Any], **files: str) -> str:
+        made = {"tokenizer_config.json": json.dumps(config)} | {
+            name.replace("__", "/"): text for name, text in files.items()
+        }
+        return upload_with(store, {name: text.encode() for name, text in made.items()}, next(names)).digest
+
+    template = {"chat_template.jinja": "{{ bos_token }}"}
+    usual = digest(special, **template)
+    assert digest({**special, "model_max_length": 5, "pad_token": "<pad>"}, **template) == usual
+    assert digest({}, **template) == usual
+    others = [
+        digest({**special, "bos_token": None}, **template),
+        digest({**special, "bos_token": "<end>"}, **template),
+        digest({**special, "eos_token": "<end>"}, **template),
+        digest(special, **template, **{"generation_config.json": '{"eos_token_id": [2, 3]}'}),
+        digest(special, **template, **{"additional_chat_templates__rag.jinja": "{{ bos_token }}"}),
+        digest(special, **template, **{"additional_chat_templates__rag.jinja": "other"}),
+        digest(special, **template, **{"additional_chat_templates__tool_use.jinja": "other"}),
+    ]
+    assert len({usual, *others}) == 8
+    store.close()
 
 
 @pytest.mark.parametrize("file_name", [None, "template.jinja"])
@@ -569,7 +602,7 @@ def test_a_part_called_chat_template_is_one_whatever_its_file_is_called(
         with upload.open_part("chat_template", file_name) as part:
             part.write(b"hello {{ x }}")
         record, _ = upload.finish("x")
-    assert store.chat_template(record.digest) == "hello {{ x }}"
+    assert store.chat_templates(record.digest)["default"] == "hello {{ x }}"
 
 
 def test_a_part_that_is_not_known_is_refused_with_the_parts_that_are(store: AdapterStore) -> None:
@@ -593,7 +626,7 @@ def test_a_part_that_is_not_known_is_refused_with_the_parts_that_are(store: Adap
 )
 def test_an_adapter_that_changes_the_vocabulary_is_refused(tmp_path: Path, files: dict[str, bytes]) -> None:
     known = {"<known>": 3}
-    store = AdapterStore(tmp_path / "store", LAYOUT, LIMITS, base_name="base", base_token_id=known.get)
+    store = AdapterStore(tmp_path / "store", LAYOUT, LIMITS, base_name="base", base_text=BaseText(known.get))
     with pytest.raises(Unsupported, match="adds the token '<"):
         upload_with(store, files)
     same = {
@@ -619,7 +652,7 @@ def test_strings_that_are_no_unicode_are_refused_by_file(tmp_path: Path, files: 
     def base_token_id(token: str) -> int:
         return len(token.encode()) + 4  # as a tokenizer does, this raises for what is no Unicode
 
-    store = AdapterStore(tmp_path / "store", LAYOUT, LIMITS, base_name="base", base_token_id=base_token_id)
+    store = AdapterStore(tmp_path / "store", LAYOUT, LIMITS, base_name="base", base_text=BaseText(base_token_id))
     with pytest.raises(Malformed, match=rf"{next(iter(files))} cannot be read: it holds \\ud.* UTF-16 pair"):
         upload_with(store, files)
     assert staged(tmp_path) == []

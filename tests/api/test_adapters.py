@@ -381,7 +381,7 @@ class Routes:
             engine=cast(EngineProtocol, SimpleNamespace(state="starting", tiers={}, places_of=lambda _digest: {})),
             layout=layout,
             tokenizer=cast(TextTokenizer, None),
-            template=None,
+            templates={},
             metrics=self.metrics,
             store=store,
         )

@@ -53,6 +53,7 @@ class Words:
     eos_token_ids = ()
     special_ids: frozenset[int] = frozenset()
     special_id_of: Mapping[str, int] = MappingProxyType({})
+    special_tokens: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self) -> None:
         self.threads: set[threading.Thread] = set()
@@ -119,14 +120,14 @@ def render(source: str | None) -> tuple[list[str], Words]:
     template: ChatTemplate | AdapterTemplate
     template = ChatTemplate("{{ messages[0].content }}", {}) if source is None else AdapterTemplate(workers, source, {})
     template.render = noting(template.render)  # type: ignore[method-assign]
-    manifest = SimpleNamespace(has_chat_template=source is not None)
+    manifest = SimpleNamespace(has_chat_template=source is not None, special_tokens={})
     lease = SimpleNamespace(record=SimpleNamespace(digest="d", manifest=manifest))
     words = Words()
     parts = services(
         store=EmptyStore(),
-        template=template if source is None else None,
+        templates={"default": template} if source is None else {},
         tokenizer=words,
-        adapter_template=lambda _digest: template if source is not None else None,
+        adapter_templates=lambda _digest, _tokens: {"default": template},
         template_workers=workers,
         template_turn=lambda _digest: asyncio.Lock(),
         engine=SimpleNamespace(ready=None),
@@ -186,7 +187,8 @@ class OneAdapter:
 
     def lease(self, name: str) -> Any:
         self.num_out += 1
-        record = SimpleNamespace(name=name, digest=name, manifest=SimpleNamespace(has_chat_template=True))
+        manifest = SimpleNamespace(has_chat_template=True, special_tokens={}, eos_token_ids=())
+        record = SimpleNamespace(name=name, digest=name, manifest=manifest)
         return SimpleNamespace(record=record, release=self._release)
 
     def _release(self) -> None:
@@ -221,7 +223,8 @@ def full(template: Template) -> Iterator[Services]:
     yield services(
         store=OneAdapter(),
         tokenizer=Words(),
-        adapter_template=template.of,
+        templates={},
+        adapter_templates=lambda digest, _tokens: {"default": template.of(digest)},
         template_workers=workers,
         template_turn=lambda digest: turns.setdefault(digest, asyncio.Lock()),
         engine=SimpleNamespace(ready=READY, state="ready"),
@@ -452,7 +455,7 @@ def test_a_chat_that_is_given_up_is_not_rendered(full: Services, template: Templ
 def test_json_in_texts_is_bounded_over_all_messages(full: Services, monkeypatch: pytest.MonkeyPatch) -> None:
     """A template's arguments are objects, so what a client kept as text is parsed."""
     monkeypatch.setattr("service.api.json_body.MAX_CONTAINERS", 10)
-    full.template = ChatTemplate("{{ messages | length }}", {})
+    full.templates = {"default": ChatTemplate("{{ messages | length }}", {})}
 
     def messages(num_lists: int) -> list[dict[str, Any]]:
         function = {"name": "f", "arguments": json.dumps({"a": [[]] * num_lists})}
@@ -465,7 +468,7 @@ def test_json_in_texts_is_bounded_over_all_messages(full: Services, monkeypatch:
 
 
 def test_many_variables_of_a_template_are_handled_beside_the_loop(full: Services) -> None:
-    full.template = ChatTemplate("hi", {})
+    full.templates = {"default": ChatTemplate("hi", {})}
     for variables, is_beside in (({"a": [1] * 10_000}, True), ({"a": {"b": "c" * 30_000}}, True), ({"a": [1]}, False)):
         cast(Any, full.tokenizer).threads.clear()
         request = ChatRequest(model="tiny", messages=a_chat("tiny").messages, chat_template_kwargs=variables)

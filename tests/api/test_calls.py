@@ -75,7 +75,7 @@ def a_request(monkeypatch: pytest.MonkeyPatch, slow: Slow) -> tuple[Any, Service
         settings=SimpleNamespace(base_name="tiny"),
         engine=engine,
         tokenizer=slow,
-        template=None,
+        templates={},
         metrics=metrics,
         store=slow,
         tenants=Tenants(),

@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 import transformers
-from hypothesis import given
-from hypothesis import strategies as st
 
-from service.text.chat_template import ChatTemplate, template_source
+from service.text.chat_template import ChatTemplate, template_sources
 from service.text.template_sandbox import TemplateError
 from service.text.tokenizer import TextError, TextTokenizer
 from tests.support.tiny_models import make_tokenizer
@@ -334,20 +332,16 @@ def test_a_template_that_does_not_compile_is_refused_when_it_is_made(
 
 
 def test_templates_are_found_where_checkpoints_have_them(tmp_path: Path) -> None:
-    assert template_source(tmp_path) is None
+    assert template_sources(tmp_path) == {}
     # Where processors of models with a vision tower first had it.
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "P"}))
-    assert template_source(tmp_path) == "P"
+    assert template_sources(tmp_path) == {"default": "P"}
     named = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-    assert template_source(tmp_path) == "D"
+    assert template_sources(tmp_path) == {"tool_use": "T", "default": "D"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": "S"}))
-    assert template_source(tmp_path) == "S"
+    assert template_sources(tmp_path) == {"default": "S"}
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "rag.jinja").write_text("R")
     (tmp_path / "chat_template.jinja").write_text("F")
-    assert template_source(tmp_path) == "F"
-
-
-@given(content=st.text())
-def test_any_content_is_rendered_unchanged(content: str) -> None:
-    rendered = ChatTemplate("{{ messages[0].content }}", {}).render([{"role": "user", "content": content}])
-    assert rendered == content
+    assert template_sources(tmp_path) == {"default": "F", "rag": "R"}

@@ -226,6 +226,19 @@ def test_an_ambiguous_grammar_ends_its_own_answer(mock: MockEngine, rules: str) 
     assert mock.output["good"] == best(["abcdefgh"] * 9)
 
 
+@pytest.mark.parametrize("min_tokens", [0, 3])
+def test_an_adapters_end_token_ends_where_the_grammar_may_end(mock: MockEngine, min_tokens: int) -> None:
+    """And nowhere else: the grammar wants a character first, and `min_tokens` some more."""
+    end = ids("z")[0]
+    asked: Any = {"stop_token_ids": (EOS, end), "eos_token_ids": (end,), "logit_bias": {end: 100.0}}
+    mock.submit("r", max_tokens=9, grammar=regex("[a-h]+"), min_tokens=min_tokens, **asked)
+    mock.submit("fixed", max_tokens=9, grammar=regex("[a-h]{4}"), **asked)
+    mock.settle()
+    assert mock.output["r"] == [*best(["abcdefgh"] * max(1, min_tokens)), end]
+    assert ending(mock, "r") == ("stop", end)
+    assert mock.output["fixed"] == best(["abcdefgh"] * 4)
+
+
 @pytest.mark.parametrize(
     ("seconds_a_call", "num_tokens", "error"),
     [(SECONDS_A_TOKEN / 2, 999, ""), (SECONDS_A_TOKEN * 1.1, 84, TOO_COSTLY), (MAX_SECONDS_BEHIND, 1, TOO_COSTLY)],
