@@ -76,6 +76,11 @@ class Settings(BaseSettings):
         description="think: what the model writes between <think> and </think> is `reasoning_content`; auto: so for "
         "chat templates that know these marks; none: it is part of the answer",
     )
+    disable_additional_properties: bool = Field(
+        True,
+        description="objects of a JSON schema that names properties and does not say `additionalProperties` take no "
+        "others, in answers and in enforced calls of tools; false: they may; a request's field of this name goes first",
+    )
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="what the base computes in; auto: the checkpoint's, float16 on a CPU as float32"

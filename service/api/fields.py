@@ -142,7 +142,6 @@ TOKENIZE_FIELDS = {
 }
 # Of `structured_outputs`.
 STRUCTURED_OUTPUT_FIELDS = _table(
-    _refused("disable_additional_properties", neutral=(False,), advice="write `additionalProperties` into the schema"),
     _refused("disable_fallback", neutral=(True, False)),
 )
 # Of responses: those of chats, and what needs a server that keeps something.

@@ -33,7 +33,9 @@ _Makes = Callable[[], Constraint | None]
 async def requested_grammar(services: Services, request: Generation, reading: Reading) -> str | None:
     """The grammar that the request's answers must follow, which are read so; None if they are free. BadRequest for one
     that cannot be followed, or takes too much, or for several."""
-    asked = _asked(request)
+    said = request.closes_objects
+    closes_objects = services.settings.disable_additional_properties if said is None else said
+    asked = _asked(request, closes_objects=closes_objects)
     if len(asked) > 1:
         names = " and ".join(f"`{name}`" for name, _ in asked)
         raise BadRequest(f"{names} are both given; send one of them.", param=asked[1][0])
@@ -41,7 +43,8 @@ async def requested_grammar(services: Services, request: Generation, reading: Re
     try:
         constraint = makes()
         if isinstance(request, ChatRequest):
-            work = partial(chat_constraint, request, reading, constraint, services.tokenizer.special_id_of)
+            special_ids = services.tokenizer.special_id_of
+            work = partial(chat_constraint, request, reading, constraint, special_ids, closes_objects=closes_objects)
             constraint = await off_loop(work, size_chars=tools_chars(shown_tools(request)))
     except ConstraintError as error:
         raise bad_constraint(error, field) from error
@@ -70,9 +73,9 @@ def bad_constraint(error: ConstraintError, field: str) -> BadRequest:
     return BadRequest(f"`{field}` {error}.", param=field)
 
 
-def _asked(request: Generation) -> list[tuple[str, _Makes]]:
+def _asked(request: Generation, *, closes_objects: bool) -> list[tuple[str, _Makes]]:
     """(field, what makes the constraint of it), of all that constrain the answer."""
-    asked = _asked_by_format(request)
+    asked = _asked_by_format(request, closes_objects=closes_objects)
     options = request.structured_outputs or StructuredOutputs()
     whitespace = "" if options.disable_any_whitespace else options.whitespace_pattern
     schemas = (
@@ -83,7 +86,7 @@ def _asked(request: Generation) -> list[tuple[str, _Makes]]:
     )
     for field, schema, pattern in schemas:
         if schema is not None:
-            asked.append((field, partial(schema_constraint, schema, pattern)))
+            asked.append((field, partial(schema_constraint, schema, pattern, closes_objects=closes_objects)))
     _refuse_idle_whitespace(request, {field for field, schema, _ in schemas if schema is not None})
     for field, regex in (
         ("structured_outputs.regex", options.regex),
@@ -103,7 +106,8 @@ def _asked(request: Generation) -> list[tuple[str, _Makes]]:
         if grammar is not None:
             asked.append((field, partial(text_constraint, "grammar", grammar)))
     if options.structural_tag is not None:
-        asked.append(("structured_outputs.structural_tag", partial(tag_constraint, options.structural_tag)))
+        makes = partial(tag_constraint, options.structural_tag, closes_objects=closes_objects)
+        asked.append(("structured_outputs.structural_tag", makes))
     return asked
 
 
@@ -124,13 +128,14 @@ def _refuse_idle_whitespace(request: Generation, fields: set[str]) -> None:
         )
 
 
-def _asked_by_format(request: Generation) -> list[tuple[str, _Makes]]:
+def _asked_by_format(request: Generation, *, closes_objects: bool) -> list[tuple[str, _Makes]]:
     match request.response_format:
         case JsonObjectFormat():
             return [("response_format", partial(schema_constraint, _JSON_OBJECT))]
         case JsonSchemaFormat(json_schema=named):
-            return [("response_format.json_schema.schema", partial(schema_constraint, named.schema_))]
+            makes = partial(schema_constraint, named.schema_, closes_objects=closes_objects)
+            return [("response_format.json_schema.schema", makes)]
         case StructuralTagFormat() as tag:
             plain: dict[str, Any] = tag.model_dump(by_alias=True, exclude_none=True)
-            return [("response_format", partial(tag_constraint, plain))]
+            return [("response_format", partial(tag_constraint, plain, closes_objects=closes_objects))]
     return []

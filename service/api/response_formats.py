@@ -89,3 +89,6 @@ class StructuredOutputs(Request):
     disable_any_whitespace: bool | None = Field(
         default=None, description="nothing may stand between the tokens of JSON"
     )
+    disable_additional_properties: bool | None = Field(
+        default=None, description="the request's field of this name, for what stands here"
+    )

@@ -119,7 +119,12 @@ class Decoding(SamplingParameters):
     structured_outputs: StructuredOutputs | None = Field(
         None,
         description="vLLM's: one of `json`, `json_object`, `regex`, `choice`, `grammar` and `structural_tag`, with "
-        "`whitespace_pattern` and `disable_any_whitespace`",
+        "`whitespace_pattern`, `disable_any_whitespace` and `disable_additional_properties`",
+    )
+    disable_additional_properties: bool | None = Field(
+        None,
+        description="whether objects of a JSON schema that names properties and does not say `additionalProperties` "
+        "take no others, wherever the schema stands; default: the server's setting, which is true",
     )
     guided_json: JsonSchema | None = Field(None, description="as `structured_outputs.json`")
     guided_regex: str | None = Field(None, description="as `structured_outputs.regex`")
@@ -135,6 +140,13 @@ class Decoding(SamplingParameters):
         if isinstance(self.stop, list) and len(self.stop) > MAX_STOP_STRINGS:
             raise field_error("stop", f"`stop` takes at most {MAX_STOP_STRINGS} texts.")
         return self
+
+    @property
+    def closes_objects(self) -> bool | None:
+        """Whether objects of JSON schemas that do not say `additionalProperties` are closed; None: as the server is
+        set."""
+        inner = self.structured_outputs.disable_additional_properties if self.structured_outputs is not None else None
+        return self.disable_additional_properties if inner is None else inner
 
 
 class Generation(Decoding):

@@ -15,7 +15,12 @@ from service.text.answer_reader import Reading
 
 
 def chat_constraint(
-    request: ChatRequest, reading: Reading, answer: Constraint | None, special_ids: Mapping[str, int]
+    request: ChatRequest,
+    reading: Reading,
+    answer: Constraint | None,
+    special_ids: Mapping[str, int],
+    *,
+    closes_objects: bool = True,
 ) -> Constraint | None:
     """What a chat is constrained to, with thoughts before it where the model thinks; None where answers are free.
     ConstraintError for tools that are too large for a grammar, BadRequest for a call and another constraint at once.
@@ -25,6 +30,7 @@ def chat_constraint(
 
     answer       what other fields of the request constrain the answer to
     special_ids  ids of the special tokens by their texts
+    closes_objects  of the tools' arguments, as `schema_constraint` does
     """
     choice = request.tool_choice
     tools = callable_tools(shown_tools(request), choice)
@@ -49,6 +55,7 @@ def chat_constraint(
         special_ids,
         beside=beside,
         is_several=reading.max_calls is None,
+        closes_objects=closes_objects,
         **thoughts,
     )
     constraint = text_constraint("lark", lark)

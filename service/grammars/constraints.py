@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from service.grammars.closed_objects import TooManyParts, closed
 from service.grammars.json_size import least_chars
-from service.grammars.references import endless_reference
+from service.grammars.references import endless_reference, objects_of
 
 Kind = Literal["json_schema", "regex", "choice", "lark", "grammar", "structural_tag"]
 
@@ -20,6 +21,7 @@ Kind = Literal["json_schema", "regex", "choice", "lark", "grammar", "structural_
 MAX_CONSTRAINT_BYTES = 1 << 18
 MAX_SCHEMA_DEPTH = 200
 MAX_SCHEMA_VALUES = 1 << 15
+_MAX_PARTS = 4 * MAX_SCHEMA_VALUES
 MAX_CHOICES = 10_000
 MAX_WHITESPACE_PATTERN_CHARS = 200
 _MAX_QUOTED_CHARS = 100
@@ -52,8 +54,11 @@ class Constraint:
     around: str | None = None
 
 
-def schema_constraint(schema: Any, whitespace: str | None = None) -> Constraint:
-    """A JSON schema, as an object, a bool or text. ConstraintError for what is none, or is too large."""
+def schema_constraint(schema: Any, whitespace: str | None = None, *, closes_objects: bool = True) -> Constraint:
+    """A JSON schema, as an object, a bool or text. ConstraintError for what is none, or is too large.
+
+    closes_objects  see `closed_schema`; otherwise the schema is followed as it stands
+    """
     schema = _parsed(schema)
     if not isinstance(schema, dict | bool):
         raise ConstraintError("must be a JSON schema: an object, or its text")
@@ -64,6 +69,10 @@ def schema_constraint(schema: Any, whitespace: str | None = None) -> Constraint:
         raise ConstraintError("holds `x-guidance`, which is no keyword of JSON schemas; leave it out")
     if whitespace is not None and len(whitespace) > MAX_WHITESPACE_PATTERN_CHARS:
         raise ConstraintError(f"has a white-space pattern of more than {MAX_WHITESPACE_PATTERN_CHARS} characters")
+    if closes_objects:
+        schema = closed_schema(schema)
+    for one in objects_of(schema):
+        _refuse_counted_names(one)
     return _bounded(Constraint("json_schema", json.dumps(schema, ensure_ascii=False), whitespace))
 
 
@@ -84,14 +93,41 @@ def text_constraint(kind: Literal["regex", "lark", "grammar"], text: str) -> Con
     return _bounded(Constraint(kind, text))
 
 
-def tag_constraint(tag: Any) -> Constraint:
-    """A structural tag, as an object or text. ConstraintError for what is none, or is too large."""
+def tag_constraint(tag: Any, *, closes_objects: bool = True) -> Constraint:
+    """A structural tag, as an object or text; `closes_objects` for its schemas as in `schema_constraint`.
+    ConstraintError for what is none, or is too large."""
     parsed = _parsed(tag)
     if not isinstance(parsed, dict):
         raise ConstraintError("must be an object")
     _bound_values(parsed)
-    text = tag if isinstance(tag, str) else json.dumps(parsed, ensure_ascii=False)
-    return _bounded(Constraint("structural_tag", text))
+    if closes_objects:
+        parsed = _with_closed_schemas(parsed)
+    for one in objects_of(parsed):
+        _refuse_counted_names(one)
+    return _bounded(Constraint("structural_tag", json.dumps(parsed, ensure_ascii=False)))
+
+
+def closed_schema(schema: Any) -> Any:
+    """A JSON schema whose objects take no other properties than those that it names, where it names some and does not
+    say `additionalProperties`. ConstraintError for one that is too entangled to tell."""
+    try:
+        return closed(schema, _MAX_PARTS)
+    except TooManyParts as error:
+        raise ConstraintError(
+            "has too many schemas that apply together; say `additionalProperties` where its objects are"
+        ) from error
+
+
+def _with_closed_schemas(tag: Any) -> Any:
+    """A part of a structural tag with each JSON schema in it closed."""
+    if isinstance(tag, list):
+        return [_with_closed_schemas(one) for one in tag]
+    if not isinstance(tag, dict):
+        return tag
+    return {
+        name: closed_schema(value) if name in ("schema", "json_schema") else _with_closed_schemas(value)
+        for name, value in tag.items()
+    }
 
 
 def grammar_of(constraint: Constraint, special_ids: Mapping[str, int]) -> str:
@@ -217,9 +253,6 @@ def _bound_values(schema: Any) -> None:
             raise ConstraintError(f"has more than {MAX_SCHEMA_VALUES} values")
         if depth > MAX_SCHEMA_DEPTH:
             raise ConstraintError(f"is nested more than {MAX_SCHEMA_DEPTH} levels deep")
-        for value in level:
-            if isinstance(value, dict):
-                _refuse_counted_names(value)
         level = [inner for value in level for inner in _children(value)]
         depth += 1
     _bound_size(least_chars(schema, MAX_CONSTRAINT_BYTES))

@@ -38,13 +38,13 @@ def endless_reference(schema: dict[str, Any]) -> str | None:
 
 def refers_to_definitions_alone(schema: Mapping[str, Any]) -> bool:
     """Whether each part of the schema means the same wherever it stands, if the definitions stand beside it."""
-    references = [one["$ref"] for one in _objects(schema) if isinstance(one.get("$ref"), str)]
+    references = [one["$ref"] for one in objects_of(schema) if isinstance(one.get("$ref"), str)]
     return all(reference.startswith(tuple(f"#/{name}/" for name in DEFINITIONS)) for reference in references)
 
 
 def _followed(schema: dict[str, Any], one: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """(the reference, what it leads to) of all that must be fit where `one` must."""
-    target = _target(schema, one.get("$ref"))
+    target = target_of(schema, one.get("$ref"))
     if target is not None:
         yield one["$ref"], target
     for name in ("allOf", "anyOf", "oneOf"):
@@ -53,7 +53,7 @@ def _followed(schema: dict[str, Any], one: dict[str, Any]) -> Iterator[tuple[str
             yield from ((str(part.get("$ref", "#")), part) for part in parts if isinstance(part, dict))
 
 
-def _target(schema: dict[str, Any], reference: Any) -> dict[str, Any] | None:
+def target_of(schema: Mapping[str, Any], reference: Any) -> dict[str, Any] | None:
     """The object within the schema that a reference names; None for one that names none, which the library refuses."""
     if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
         return None
@@ -67,7 +67,8 @@ def _target(schema: dict[str, Any], reference: Any) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _objects(schema: Any) -> Iterator[dict[str, Any]]:
+def objects_of(schema: Any) -> Iterator[dict[str, Any]]:
+    """All objects in plain data, itself first."""
     waiting = [schema]
     while waiting:
         one = waiting.pop()
@@ -86,6 +87,6 @@ def _reached(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
             seen.add(id(one))
             yield one
             waiting.extend(value for name, value in one.items() if name not in DEFINITIONS)
-            waiting.append(_target(schema, one.get("$ref")))
+            waiting.append(target_of(schema, one.get("$ref")))
         elif isinstance(one, list):
             waiting.extend(one)

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from service.grammars.constraints import MAX_CONSTRAINT_BYTES
+from service.grammars.constraints import MAX_CONSTRAINT_BYTES, closed_schema
 from service.grammars.lark import NOTHING, Lark, ToolSchema
 from service.grammars.references import DEFINITIONS, refers_to_definitions_alone
 from service.text.calls.value_kinds import Kinds
@@ -58,6 +58,7 @@ def lark_of_calls(
     is_several: bool = True,
     thinks: bool = False,
     is_thinking: bool = False,
+    closes_objects: bool = True,
 ) -> str:
     """The grammar of an answer that calls. ConstraintError for tools that are too large for one.
 
@@ -68,10 +69,10 @@ def lark_of_calls(
     is_several   more than one call may come
     thinks       thoughts may come first, between their marks
     is_thinking  the prompt has begun one
+    closes_objects  of arguments, see `closed_schema`
     """
-    tools = [
-        (name, {**schema, "additionalProperties": False} if _is_plain(schema) else schema) for name, schema in tools
-    ]
+    if closes_objects:
+        tools = [(name, closed_schema(schema)) for name, schema in tools]
     # A rule of a parameter repeats all definitions, so that rules can be many times as long as the tools.
     lark = Lark(special_ids, MAX_CONSTRAINT_BYTES)
     head, calls = _FORMS[form](lark, tools, is_several)

@@ -10,6 +10,10 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
+from examples.train_base import BASE_DIR
+from service.grammars.constraints import ConstraintError, grammar_of, schema_constraint
+from service.grammars.matching import TokenTable, compile_grammar
+from service.text.tokenizer import TextTokenizer
 from tests.api.conftest import ADAPTERS, BASE
 from tests.support.server import Server
 
@@ -275,3 +279,156 @@ def test_a_reference_to_itself_alone_is_refused_before_anything_is_written(serve
     assert answer.status_code == 400
     sentence = "`guided_json` holds the `$ref` '#/$defs/loop', which refers to itself without end; let it refer to a "
     assert answer.json()["error"]["message"].startswith(sentence)
+
+
+# ---- schemas that do not say `additionalProperties`
+
+
+class Part(BaseModel):
+    number: int
+
+
+class Whole(BaseModel):
+    part: Part
+    parts: list[Part] = []
+    either: Part | Animal | None = None
+    counts: dict[str, int] = {}
+    anything: dict[str, Any] = {}
+
+
+_A: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+_B: dict[str, Any] = {"type": "object", "properties": {"b": {"type": "integer"}}, "required": ["b"]}
+_KIND: dict[str, Any] = {"properties": {"kind": {"const": "x"}}, "required": ["kind"]}
+_OTHER_KIND: dict[str, Any] = {"properties": {"kind": {"const": "y"}}, "required": ["kind"]}
+_IN_DEFS: dict[str, Any] = {"$defs": {"A": _A}, "allOf": [{"$ref": "#/$defs/A"}, _B]}
+_RECURSIVE: dict[str, Any] = {
+    "$defs": {"A": _A},
+    "allOf": [{"$ref": "#/$defs/A"}, {"properties": {"next": {"$ref": "#"}, "one": {"$ref": "#/$defs/A"}}}],
+}
+# By name: a schema, values that fit it closed, and values that fit it as it stands and not closed.
+CLOSED: dict[str, tuple[dict[str, Any], list[Any], list[Any]]] = {
+    "plain": (_A, [{"a": 1}], [{"a": 1, "x": 2}]),
+    "pydantic": (
+        Whole.model_json_schema(),
+        [
+            {"part": {"number": 1}},
+            {"part": {"number": 1}, "parts": [{"number": 2}], "either": None},
+            {"part": {"number": 1}, "counts": {"x": 1}, "anything": {"x": {"y": [1]}}},
+        ],
+        [
+            {"part": {"number": 1}, "x": 1},
+            {"part": {"number": 1, "x": 1}},
+            {"part": {"number": 1}, "parts": [{"number": 2, "x": 1}]},
+            {"part": {"number": 1}, "either": {"number": 1, "x": 1}},
+        ],
+    ),
+    "no properties": ({"type": "object"}, [{}, {"x": {"y": 1}}], []),
+    "no properties inside": ({"properties": {"o": {"type": "object"}}}, [{"o": {"x": 1}}], [{"x": 1}]),
+    "none at all": ({"type": "object", "properties": {}}, [{}], [{"x": 1}]),
+    "said": ({**_A, "additionalProperties": {"type": "integer"}}, [{"a": 1, "x": 2}], []),
+    "said true": ({**_A, "additionalProperties": True}, [{"a": 1, "x": "y"}], []),
+    "patterns": ({"patternProperties": {"^x": {"type": "integer"}}}, [{"xa": 1}], [{"xa": 1, "b": 1}]),
+    "required alone": (
+        {"properties": {"a": True}, "required": ["a", "c"]}, [{"a": 1, "c": 2}], [{"a": 1, "c": 2, "x": 1}],
+    ),
+    "anyOf": ({"anyOf": [_A, _B]}, [{"a": 1}, {"b": 1}], [{"a": 1, "x": 1}]),
+    "oneOf": (
+        {"oneOf": [{"type": "object", **_KIND}, {"type": "object", **_OTHER_KIND}]},
+        [{"kind": "x"}, {"kind": "y"}],
+        [{"kind": "y", "x": 1}],
+    ),
+    "anyOf beside properties": ({**_KIND, "anyOf": [_A, _B]}, [{"kind": "x", "b": 1}], [{"kind": "x", "b": 1, "x": 1}]),
+    "allOf": ({"allOf": [_A, _B]}, [{"a": 1, "b": 2}], [{"a": 1, "b": 2, "x": 1}]),
+    "allOf of one": ({"allOf": [_A], "description": "x"}, [{"a": 1}], [{"a": 1, "x": 1}]),
+    "allOf of a reference": (_IN_DEFS, [{"a": 1, "b": 2}], [{"a": 1, "b": 2, "x": 1}]),
+    "allOf, one says": ({"allOf": [_A, {"additionalProperties": {"type": "integer"}}]}, [{"a": 1, "x": 2}], []),
+    "a reference": ({"$ref": "#/$defs/A", "$defs": {"A": _A}}, [{"a": 1}], [{"a": 1, "x": 1}]),
+    "properties beside a reference": (
+        {"$ref": "#/$defs/A", "properties": {"c": True}, "$defs": {"A": _A}},
+        [{"a": 1, "c": 1}],
+        [{"a": 1, "c": 1, "x": 1}],
+    ),
+    "recursive": (
+        _RECURSIVE,
+        [{"a": 1, "next": {"a": 2, "one": {"a": 3}}}],
+        [{"a": 1, "next": {"a": 2, "x": 1}}, {"a": 1, "one": {"a": 3, "next": {"a": 1}}}],
+    ),
+    "items": ({"type": "array", "items": _A}, [[{"a": 1}]], [[{"a": 1, "x": 1}]]),
+    "prefixItems": (
+        {"type": "array", "prefixItems": [_A], "items": _B}, [[{"a": 1}, {"b": 1}]], [[{"a": 1}, {"b": 1, "x": 1}]],
+    ),
+    "a property called properties": (
+        {"properties": {"properties": {"const": {"properties": {}}}}}, [{"properties": {"properties": {}}}], [{"x": 1}],
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def base_tokens() -> TokenTable:
+    return TokenTable.load(BASE_DIR)
+
+
+@pytest.mark.parametrize(("schema", "inside", "outside"), CLOSED.values(), ids=CLOSED.keys())
+def test_a_schema_that_does_not_say_is_closed(
+    base_tokens: TokenTable, schema: dict[str, Any], inside: list[Any], outside: list[Any]
+) -> None:
+    tokenizer = TextTokenizer.load(BASE_DIR)
+
+    def fits(value: Any, *, closes_objects: bool) -> bool:
+        constraint = schema_constraint(schema, closes_objects=closes_objects)
+        matcher = compile_grammar(base_tokens, grammar_of(constraint, {}))
+        tokens = tokenizer.encode(json.dumps(value), add_special_tokens=False)
+        return all(map(matcher.consume_token, tokens)) and bool(matcher.is_accepting())
+
+    assert [fits(value, closes_objects=True) for value in inside] == [True] * len(inside)
+    assert [fits(value, closes_objects=True) for value in outside] == [False] * len(outside)
+    assert [fits(value, closes_objects=False) for value in outside] == [True] * len(outside)
+
+
+_ONE: dict[str, Any] = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+WAYS: dict[str, dict[str, Any]] = {
+    "response_format": {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": _ONE}}},
+    "structural_tag": {"response_format": {
+        "type": "structural_tag", "format": {"type": "json_schema", "json_schema": _ONE}
+    }},
+    "structured_outputs": {"structured_outputs": {"json": _ONE}},
+    "structured_outputs.structural_tag": {"structured_outputs": {"structural_tag": json.dumps(
+        {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": _ONE}}
+    )}},
+    "guided_json": {"guided_json": json.dumps(_ONE)},
+    "json_schema": {"json_schema": _ONE},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("asked", WAYS.values(), ids=WAYS.keys())
+def test_answers_stop_where_the_schema_names_no_more(server: Server, asked: dict[str, Any]) -> None:
+    """A bias has the model go on wherever it may."""
+    bias = {str(token): 100 for token in _tokens(server, ",")}
+    body = {"prompt": "the", "max_tokens": 40, "temperature": 0, "logit_bias": bias, **asked}
+
+    def ending(**more: Any) -> str:
+        answer = server.post("/v1/completions", json={**body, **more}).json()
+        return str(answer["choices"][0]["finish_reason"])
+
+    assert ending() == ending(disable_additional_properties=True) == "stop"
+    assert ending(disable_additional_properties=False) == "length"
+    if "structured_outputs" in asked:
+        inner = {**asked["structured_outputs"], "disable_additional_properties": False}
+        assert ending(structured_outputs=inner, disable_additional_properties=True) == "length"
+
+
+def test_responses_are_closed_and_opened_too(server: Server) -> None:
+    bias = {str(token): 100 for token in _tokens(server, ",")}
+    asked = {"text": {"format": {"type": "json_schema", "name": "a", "schema": _ONE}}, "logit_bias": bias}
+    body = {"input": "the", "max_output_tokens": 40, "temperature": 0, **asked}
+    closed, opened = (
+        server.post("/v1/responses", json=body | more).json() for more in ({}, {"disable_additional_properties": False})
+    )
+    assert (closed["status"], opened["status"]) == ("completed", "incomplete")
+
+
+def test_schemas_that_apply_together_without_end_are_bounded() -> None:
+    chain: dict[str, Any] = {str(at): {"$ref": f"#/$defs/{at + 1}", "title": "x"} for at in range(2000)} | {"2000": _A}
+    many = {f"p{at}": {"$ref": "#/$defs/0", "properties": {}} for at in range(2000)}
+    with pytest.raises(ConstraintError, match="too many schemas that apply together"):
+        schema_constraint({"$defs": chain, "properties": many})
