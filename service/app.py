@@ -120,7 +120,14 @@ def _allow_pages(app: FastAPI, origins: tuple[str, ...]) -> None:
         allow_origins=origins,
         allow_methods=["GET", "POST", "PUT", "PATCH", "DELETE"],
         allow_headers=["*"],
-        expose_headers=["X-Request-Id", "X-Multilora-Adapter", "ETag", "Retry-After", *RATE_HEADERS],
+        expose_headers=[
+            "X-Request-Id",
+            "X-Multilora-Adapter",
+            "X-Multilora-Left-Out",
+            "ETag",
+            "Retry-After",
+            *RATE_HEADERS,
+        ],
     )
 
 

@@ -178,7 +178,6 @@ EMBEDDING_FIELDS = _table(
     _refused("mm_processor_kwargs", neutral=({},)),
 )
 RESPONSE_REASONING_FIELDS = _table(
-    _refused("summary", "generate_summary"),
     _refused("context", neutral=("auto",)),
     _refused("mode", neutral=("standard",)),
 )

@@ -203,6 +203,8 @@ class _Visit:
             headers["X-Request-Id"] = self.request_id
             if (adapter := self.notes.adapter) is not None:
                 headers["X-Multilora-Adapter"] = adapter
+            if (left_out := self.notes.left_out) is not None:
+                headers["X-Multilora-Left-Out"] = left_out
             if self.caller is not None:
                 headers.update(self.caller.tenant.headers())
             message = {**message, "headers": headers.raw}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +12,14 @@ from service.api.errors import BadRequest, quoted
 from service.api.json_body import check_inner_counts
 from service.api.lengths import refuse_hopeless, wanted_tokens
 from service.api.off_loop import LONG_TEXT_CHARS, off_loop
-from service.api.reading import reading_of, shown_tools, thinking_variables, writes_tools_of
+from service.api.reading import (
+    is_effort_idle,
+    left_out,
+    reading_of,
+    shown_tools,
+    thinking_variables,
+    writes_tools_of,
+)
 from service.api.schemas import ChatRequest, CompletionRequest, TokenizeRequest
 from service.api.state import Services
 from service.api.targets import Target
@@ -20,7 +28,8 @@ from service.engine.messages import Ready
 from service.grammars.json_size import each_value
 from service.text.answer_reader import PLAIN, Reading
 from service.text.chat_template import RESERVED_VARIABLES, ChatTemplate, chosen_name
-from service.text.template_worker import AdapterTemplate
+from service.text.template_sandbox import TemplateError
+from service.text.template_worker import AdapterTemplate, LimitError
 
 # A message costs as much as so many characters of one, however short it is.
 _MESSAGE_CHARS = 50
@@ -29,11 +38,15 @@ _VALUE_CHARS = 5
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt: its tokens, the text that `echo` gives back, and how its answers are to be read."""
+    """One prompt: its tokens, the text that `echo` gives back, and how its answers are to be read.
+
+    left_out  names of the request's fields that its answers do without
+    """
 
     token_ids: tuple[int, ...]
     text: str
     reading: Reading = PLAIN
+    left_out: tuple[str, ...] = ()
 
 
 async def request_prompts(
@@ -121,34 +134,62 @@ async def chat_prompt(services: Services, target: Target, request: ChatRequest |
 
     tools = shown_tools(request)
 
-    def render() -> tuple[str, Reading]:
+    def render() -> tuple[str, Reading, tuple[str, ...]]:
         check_inner_counts([text for message in messages for text in message.json_texts])
         plain = [message.for_template() for message in messages]
         template = _required_template(services, target, request.chat_template_name, has_tools=bool(tools))
         writes_tools = writes_tools_of(services, template, tools, plain)
-        variables = thinking_variables(services, request, template.source) | (given or {})
-        text = template.render(
+        text, seen = _first_rendered(
+            template,
+            thinking_variables(services, request, template.source),
             plain,
             add_generation_prompt=generate,
             continue_final_message=final,
             tools=[tool.for_template() for tool in tools] or None,
-            variables=variables,
+            given=given or {},
             writes_tools=writes_tools,
         )
+        names = left_out(request)
+        if is_effort_idle(services, request, template.source, seen):
+            names.append("reasoning_effort")
         if isinstance(request, TokenizeRequest):
-            return text, PLAIN
-        return text, reading_of(services, request, template.source, text, writes_tools=writes_tools)
+            return text, PLAIN, ()
+        reading = reading_of(services, request, template.source, text, writes_tools=writes_tools)
+        return text, reading, tuple(names)
 
-    def encode(text: str, reading: Reading) -> Prompt:
+    def encode(text: str, reading: Reading, names: tuple[str, ...]) -> Prompt:
         refuse_hopeless(services, request, text, "messages")
-        return replace(encoded(services, text, special=bool(request.add_special_tokens)), reading=reading)
+        prompt = encoded(services, text, special=bool(request.add_special_tokens))
+        return replace(prompt, reading=reading, left_out=names)
 
     if target.has_template:
         async with services.template_turn(target.turn):
-            text, reading = await asyncio.wrap_future(services.template_workers.submit(render))
-        return await off_loop(lambda: encode(text, reading), size_chars=len(text))
+            rendered = await asyncio.wrap_future(services.template_workers.submit(render))
+        return await off_loop(lambda: encode(*rendered), size_chars=len(rendered[0]))
     size_chars = sum(_MESSAGE_CHARS + message.num_chars for message in messages) + tools_chars(tools)
     return await off_loop(lambda: encode(*render()), size_chars=size_chars + _cost_chars(given))
+
+
+def _first_rendered(
+    template: ChatTemplate | AdapterTemplate,
+    choices: Sequence[dict[str, Any]],
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    given: Mapping[str, Any],
+    **options: Any,
+) -> tuple[str, dict[str, Any]]:
+    """(text, variables) of the first of `choices` with which the template renders; the first error if it does with
+    none. `given`: the request's own variables, which go first."""
+    refusal: TemplateError | None = None
+    for variables in choices:
+        try:
+            return template.render(messages, variables={**variables, **given}, **options), variables
+        except LimitError:
+            raise
+        except TemplateError as error:
+            refusal = refusal or error
+    assert refusal is not None, "there is one choice at least"
+    raise refusal
 
 
 async def completion_prompts(services: Services, ready: Ready, request: CompletionRequest) -> list[Prompt]:

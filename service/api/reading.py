@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from service.api.errors import BadRequest, quoted
 from service.api.schemas import ChatRequest, TokenizeRequest
 from service.api.state import Services
-from service.api.tools import NamedTool, Tool, callable_tools, may_skip_calls
+from service.api.tools import NamedTool, OtherTool, Tool, callable_tools, functions_of, may_skip_calls
 from service.text.answer_reader import END_OF_THOUGHT, THINK, Reading
 from service.text.calls.formats import FORMATS, GENERIC, CallFormat, format_of_template
 from service.text.chat_template import ChatTemplate
 from service.text.generic_tools import has_calls
 from service.text.template_worker import AdapterTemplate
 
+# From the least to the most, as OpenAI's models have them.
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+# DeepSeek's and Granite's switch.
+_THINKING_VARIABLE = re.compile(r"\bif (not )?thinking\b|\bthinking is (not )?defined\b|\bset thinking\b")
+
 
 def shown_tools(request: ChatRequest | TokenizeRequest) -> list[Tool]:
     """The tools that the model is told of: where it may call none, it is told of none."""
     if isinstance(request, ChatRequest) and request.tool_choice == "none":
         return []
-    return request.tools or []
+    return functions_of(request.tools)
 
 
 def writes_tools_of(
@@ -46,23 +52,65 @@ def writes_tools_of(
     return False
 
 
-def thinking_variables(services: Services, request: ChatRequest | TokenizeRequest, source: str) -> dict[str, Any]:
-    """What a chat template of this source sees of `reasoning_effort`, as with vLLM, and of `enable_thinking`.
-    BadRequest if one asks for what the template would not look at. That nothing be thought, which many clients say
-    always, asks for nothing where no template speaks of thoughts."""
+def left_out(request: ChatRequest | TokenizeRequest) -> list[str]:
+    """What the request holds that its answers do without: tools of types that this server does not run, and a
+    `response_format` where a call must come, which is what its tool says."""
+    tools = [one for one in enumerate(request.tools or ()) if isinstance(one[1], OtherTool)]
+    names = [f"tools[{index}] ({tool.type})" for index, tool in tools]
+    if isinstance(request, ChatRequest) and is_format_idle(request):
+        names.append("response_format")
+    return names
+
+
+def is_format_idle(request: ChatRequest) -> bool:
+    """Whether `response_format` is about an answer in words, and a call must come."""
+    is_asked = request.response_format is not None and request.response_format.type != "text"
+    return is_asked and bool(shown_tools(request)) and not may_skip_calls(request.tool_choice)
+
+
+def thinking_variables(services: Services, request: ChatRequest | TokenizeRequest, source: str) -> list[dict[str, Any]]:
+    """What a chat template of this source sees of `reasoning_effort`, as with vLLM, and of `enable_thinking`: what was
+    asked, and then what is nearest to it, for a template that raises an error at words that it does not know; nothing
+    if it looks at neither. BadRequest if `enable_thinking` asks for what it would not look at."""
     effort, is_wanted = request.reasoning_effort, request.enable_thinking
     has_switch = "enable_thinking" in source
-    never_thinks = END_OF_THOUGHT not in source and services.settings.reasoning_parser != "think"
-    seen: dict[str, Any] = {}
-    if effort and ("reasoning_effort" in source or (effort == "none" and has_switch)):
-        seen = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
-    elif effort and not (effort == "none" and never_thinks):
+    choices: list[dict[str, Any]] = [{}]
+    if effort and "reasoning_effort" in source:
+        switch = {"enable_thinking": effort != "none", "thinking": effort != "none"}
+        choices = [{"reasoning_effort": word, **switch} for word in (effort, *_nearest(effort, source))] + [switch]
+    elif effort and effort not in _EFFORTS:
         raise _not_taken("reasoning_effort", repr(quoted(effort)))
+    elif effort and (has_switch or _THINKING_VARIABLE.search(source)):
+        choices = [{"enable_thinking": effort != "none", "thinking": effort != "none"}]
     if is_wanted is None:
-        return seen
-    if not has_switch and (is_wanted or not never_thinks):
+        return choices
+    if not has_switch and (is_wanted or not _never_thinks(services, source)):
         raise _not_taken("enable_thinking", str(is_wanted).lower())
-    return seen | {"enable_thinking": is_wanted}
+    return [{**choice, "enable_thinking": is_wanted} for choice in choices]
+
+
+def is_effort_idle(
+    services: Services, request: ChatRequest | TokenizeRequest, source: str, seen: Mapping[str, Any]
+) -> bool:
+    """Whether `reasoning_effort` changes nothing: the template looks at neither it nor a switch. That nothing be
+    thought asks for nothing where no template speaks of thoughts."""
+    effort = request.reasoning_effort
+    if not effort or (effort == "none" and _never_thinks(services, source)):
+        return False
+    return not {"reasoning_effort", "thinking"} & seen.keys()
+
+
+def _never_thinks(services: Services, source: str) -> bool:
+    return END_OF_THOUGHT not in source and services.settings.reasoning_parser != "think"
+
+
+def _nearest(effort: str, source: str) -> list[str]:
+    """Other efforts that the template names, the nearest first; of two as near the one that thinks."""
+    if effort not in _EFFORTS:
+        return []
+    at = _EFFORTS.index(effort)
+    named = [one for one in _EFFORTS if one != effort and (f"'{one}'" in source or f'"{one}"' in source)]
+    return sorted(named, key=lambda one: (abs(_EFFORTS.index(one) - at), one == "none"))
 
 
 def _not_taken(field: str, value: str) -> BadRequest:

@@ -10,7 +10,7 @@ from typing import Any
 
 from service.api.errors import BadRequest
 from service.api.off_loop import off_loop
-from service.api.reading import shown_tools
+from service.api.reading import is_format_idle, shown_tools
 from service.api.response_formats import JsonObjectFormat, JsonSchemaFormat, StructuralTagFormat, StructuredOutputs
 from service.api.schemas import ChatRequest, Generation
 from service.api.state import Services
@@ -129,6 +129,8 @@ def _refuse_idle_whitespace(request: Generation, fields: set[str]) -> None:
 
 
 def _asked_by_format(request: Generation, *, closes_objects: bool) -> list[tuple[str, _Makes]]:
+    if isinstance(request, ChatRequest) and is_format_idle(request):
+        return []
     match request.response_format:
         case JsonObjectFormat():
             return [("response_format", partial(schema_constraint, _JSON_OBJECT))]

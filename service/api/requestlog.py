@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from fastapi import Request
@@ -10,6 +12,7 @@ from service.api.errors import error_body
 from service.api.generation import Job
 
 _MAX_ERROR_CHARS = 500
+_MAX_LEFT_OUT_CHARS = 1000
 
 
 class RequestNotes:
@@ -18,6 +21,7 @@ class RequestNotes:
     def __init__(self) -> None:
         self.fields: dict[str, Any] = {}
         self.jobs: list[Job] = []
+        self._left_out: list[str] = []
 
     def failed(self, error: Exception) -> None:
         """Why the request, or a stream that had begun, was answered with an error: what the client was told."""
@@ -30,6 +34,18 @@ class RequestNotes:
         a batch may have several; then each item's fingerprint tells."""
         adapters = {job.adapter for job in self.jobs} - {None}
         return "several" if len(adapters) > 1 else next(iter(adapters), None)
+
+    @property
+    def left_out(self) -> str | None:
+        """What requests hold that their answers do without, for a header; None for nothing."""
+        told = ", ".join(self._left_out)
+        return (told if len(told) <= _MAX_LEFT_OUT_CHARS else f"{told[:_MAX_LEFT_OUT_CHARS]} ...") or None
+
+    def leave_out(self, names: Iterable[str]) -> None:
+        """Name fields that are accepted and do nothing, in the answer's header and in the log."""
+        self._left_out += [name for name in names if name not in self._left_out]
+        if self._left_out:
+            self.fields["left_out"] = self.left_out
 
     def lines(self) -> dict[str, Any]:
         """The fields, with the jobs' token counts added up."""
@@ -56,11 +72,14 @@ def note(request: Request, **fields: Any) -> None:
     notes_of(request).fields.update(fields)
 
 
-def note_job(request: Request, job: Job) -> None:
-    """Add a generating job to the log line: who answers, whichever field named it."""
+def note_job(request: Request, job: Job, names: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Add a generating job to the log line: who answers, whichever field named it, and what is left out, of
+    which the client calls some by other `names`."""
     notes = notes_of(request)
     notes.fields["model"] = f"{notes.fields['model']},{job.full_name}" if "model" in notes.fields else job.full_name
     if job.record is not None:
         version = f"{job.record.reference}:{job.record.digest[:12]}"
         notes.fields["version"] = f"{notes.fields['version']},{version}" if "version" in notes.fields else version
     notes.jobs.append(job)
+    for plan in job.plans[:1]:
+        notes.leave_out(names.get(name, name) for name in plan.prompt.left_out)

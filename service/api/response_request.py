@@ -32,7 +32,7 @@ _LOGPROBS = "message.output_text.logprobs"
 # An answer may be sent back as it is: what else it could hold is never there.
 _NOTHING_TO_INCLUDE = "reasoning.encrypted_content"
 # Of a chat's fields, what a client of this API calls them.
-_NAMES = {
+NAMES = {
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
     "messages": "input",
@@ -85,6 +85,10 @@ class ReasoningOptions(Request):
     unserved = RESPONSE_REASONING_FIELDS
 
     effort: str | None = Field(None, description="the chat template's `reasoning_effort`")
+    summary: Literal["auto", "concise", "detailed"] | None = Field(
+        None, description="left out: thoughts come as they are"
+    )
+    generate_summary: Literal["auto", "concise", "detailed"] | None = Field(None, description="as `summary`")
 
 
 class TextOptions(Request):
@@ -120,6 +124,7 @@ class ResponsesRequest(Decoding):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
         None, description="alternatives for each token, with log probabilities"
     )
+    client_metadata: dict[str, Any] | None = Field(None, description="left out: what the client says of itself")
     metadata: Annotated[dict[str, str], Field(max_length=16)] | None = Field(None, description="given back as it is")
     chat_template_kwargs: TemplateVariables = Field(None, description="variables for the chat template")
     chat_template_name: str | None = Field(
@@ -133,6 +138,15 @@ class ResponsesRequest(Decoding):
                 sentence = f"`include` names {quoted(name)!r}, which no answer of this server has; leave it out."
                 raise field_error(f"include[{index}]", sentence)
         return self
+
+    @property
+    def left_out(self) -> list[str]:
+        """Fields that are accepted and that answers do without, beside those of the chat."""
+        names = ["client_metadata"] if self.client_metadata else []
+        for name in ("summary", "generate_summary"):
+            if getattr(self.reasoning, name, None) is not None:
+                names.append(f"reasoning.{name}")
+        return names
 
     @property
     def num_chars(self) -> int:
@@ -174,7 +188,7 @@ def chat_of(request: ResponsesRequest) -> ChatRequest:
 def renamed(error: ApiError) -> ApiError:
     """What is wrong with the chat, told of the response's fields."""
     message, param = error.message, error.param or ""
-    for ours, theirs in _NAMES.items():
+    for ours, theirs in NAMES.items():
         message = re.sub(rf"`{re.escape(ours)}(?=[`.[])", f"`{theirs}", message)
         if param.startswith(ours):
             # The messages are not the items: calls of functions are part of one.

@@ -20,10 +20,10 @@ from service.api.long_answers import json_answer
 from service.api.off_loop import off_loop
 from service.api.openapi import GENERATION_ERRORS, streamed
 from service.api.piece import Piece
-from service.api.requestlog import note_job
+from service.api.requestlog import note_job, notes_of
 from service.api.response_answers import ResponseObject
 from service.api.response_output import ResponseOutput
-from service.api.response_request import ResponsesRequest, chat_of, renamed
+from service.api.response_request import NAMES, ResponsesRequest, chat_of, renamed
 from service.api.sampling import sampling_parameters
 from service.api.schemas import ChatRequest
 from service.api.sse import encode_typed_event, until_disconnect
@@ -47,7 +47,8 @@ async def create_response(request: Request, body: ResponsesRequest) -> Response:
     except ApiError as error:
         raise renamed(error) from None
     answer = ResponseAnswer(services, body, chat, admitted)
-    note_job(request, answer.job)
+    notes_of(request).leave_out(body.left_out)
+    note_job(request, answer.job, NAMES)
     if body.stream:
         return EventStream(answer.job, answer, encode=encode_typed_event, told=answer.failure_event, last=b"")
     try:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, field_validator
+from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator
 
 from service.api.fields import TOOL_FIELDS
 from service.api.request_body import FIRST, Request, field_error, value_fault
@@ -74,6 +76,15 @@ class Tool(Request):
         return {"type": "function", "function": function}
 
 
+class OtherTool(Request):
+    """A tool of a type that this server does not run, such as `web_search`, `custom` or `namespace`: the model is not
+    told of it, and a header of the answer names it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str = Field(description="anything but `function`")
+
+
 class NamedFunction(Request):
     """The name of a tool."""
 
@@ -120,13 +131,37 @@ ToolChoice = Annotated[
     | Annotated[AllowedToolsChoice, Tag("allowed_tools")],
     Discriminator(_kind_of_choice),
 ]
-ToolList = Annotated[list[Tool], FIRST]
+# In pydantic's paths, as above.
+TOOL_TAGS = ("function tool", "other tool")
+_TYPE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
+# What only a function has: a tool with one of these is one, whatever type it says.
+_OF_FUNCTIONS = ("function", "parameters")
 
 
-def check_tools(tools: list[Tool]) -> None:
+def _kind_of_tool(tool: Any) -> str:
+    if isinstance(tool, OtherTool):
+        return TOOL_TAGS[1]
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    is_other = isinstance(kind, str) and kind != "function" and _TYPE.fullmatch(kind) is not None
+    return TOOL_TAGS[is_other and not any(name in tool for name in _OF_FUNCTIONS)]
+
+
+AnyTool = Annotated[
+    Annotated[Tool, Tag(TOOL_TAGS[0])] | Annotated[OtherTool, Tag(TOOL_TAGS[1])], Discriminator(_kind_of_tool)
+]
+ToolList = Annotated[list[AnyTool], FIRST]
+
+
+def functions_of(tools: Sequence[Tool | OtherTool] | None) -> list[Tool]:
+    """Those that the model can be told of."""
+    return [tool for tool in tools or () if isinstance(tool, Tool)]
+
+
+def check_tools(given: Sequence[Tool | OtherTool]) -> None:
     """A fault of the field `tools` for too many, too long ones, or two of one name."""
-    if len(tools) > MAX_TOOLS:
-        raise field_error("tools", f"`tools` has {len(tools)} tools; this server takes {MAX_TOOLS}.")
+    if len(given) > MAX_TOOLS:
+        raise field_error("tools", f"`tools` has {len(given)} tools; this server takes {MAX_TOOLS}.")
+    tools = functions_of(given)
     least = least_chars([tool.for_template() for tool in tools], MAX_TOOLS_CHARS)
     if least > MAX_TOOLS_CHARS:
         raise field_error("tools", f"`tools` has at least {least} characters; this server takes {MAX_TOOLS_CHARS}.")
@@ -147,12 +182,14 @@ def tools_chars(tools: list[Tool]) -> int:
     return sum(len(json.dumps(tool.for_template(), ensure_ascii=False, allow_nan=False)) for tool in tools)
 
 
-def check_tool_choice(choice: ToolChoice | None, tools: list[Tool] | None) -> None:
+def check_tool_choice(choice: ToolChoice | None, given: Sequence[Tool | OtherTool] | None) -> None:
     """A fault of the field `tool_choice` if it asks for a call where there is nothing to call."""
     if choice is None or choice in ("none", "auto"):
         return
+    tools = functions_of(given)
     if not tools:
-        raise field_error("tool_choice", "`tool_choice` asks for a call, but there are no `tools`; send some.")
+        which = "`tools` of type `function`" if given else "`tools`"
+        raise field_error("tool_choice", f"`tool_choice` asks for a call, but there are no {which}; send some.")
     if isinstance(choice, NamedTool) and choice.function.name not in {tool.function.name for tool in tools}:
         raise field_error("tool_choice", _NO_SUCH_TOOL)
     if isinstance(choice, AllowedToolsChoice) and choice.names - {tool.function.name for tool in tools}:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from service.api.errors import BadRequest, quoted
-from service.api.tools import PLAIN_CHOICE
+from service.api.tools import PLAIN_CHOICE, TOOL_TAGS
 
 _PROMPT = "`prompt` must be a text, a list of texts, a list of token ids or a list of lists of token ids."
 _INPUT = "`input` must be a text, or a list that is neither empty nor too long; /openapi.json says of what."
@@ -80,6 +80,8 @@ def _path(fault: Mapping[str, Any]) -> list[Any]:
     is_field = fault["type"] == "extra_forbidden" and len(loc) == 1
     if (loc[:1] == ["body"] and not is_field) or loc[:1] == ["query"]:
         del loc[0]
+    if loc[:1] == ["tools"]:
+        loc = [part for part in loc if part not in TOOL_TAGS]
     return [part for at, part in enumerate(loc) if not (at and loc[at - 1] in _UNIONS and isinstance(part, str))]
 
 

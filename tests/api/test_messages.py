@@ -124,6 +124,11 @@ def test_a_template_sees_how_much_to_think_if_it_takes_that(server: Server, chec
         return str(server.post("/detokenize", json={"tokens": tokens}).json()["prompt"])
 
     sources = {"effort": b"<{{ reasoning_effort }} {{ enable_thinking }}>", "switch": b"<{{ enable_thinking }}>"}
+    sources["words"] = (
+        b"{% if reasoning_effort not in ['none', 'low', 'high'] %}{{ raise_exception('unknown') }}{% endif %}"
+        b"<{{ reasoning_effort }} {{ enable_thinking }}>"
+    )
+    sources["named"] = b"{% if thinking is defined and thinking %}<on>{% else %}<off>{% endif %}"
     sources["thinker"] = b"<think>{{ messages[0].content.split('</think>')[-1] }}"  # it does so always
     for name, source in sources.items():
         files = {**parts_of(checkpoints.spare), "chat_template": ("chat_template.jinja", source)}
@@ -133,9 +138,14 @@ def test_a_template_sees_how_much_to_think_if_it_takes_that(server: Server, chec
         assert text(answer("effort", "none").json()["tokens"]) == "<none False>"
         told = {"chat_template_kwargs": {"enable_thinking": "as told"}}
         assert text(answer("effort", "low", **told).json()["tokens"]) == "<low as told>"
-        assert text(answer("switch", "none").json()["tokens"]) == "<False>"
-        for model, effort in (("switch", "high"), ("thinker", "none"), (BASE, "high")):
-            refused = answer(model, effort)
+        for effort in ("none", "minimal", "low", "medium", "high", "xhigh"):
+            assert text(answer("switch", effort).json()["tokens"]) == f"<{effort != 'none'}>"
+            assert text(answer("named", effort).json()["tokens"]) == ("<on>" if effort != "none" else "<off>")
+            assert (answer("thinker", effort).status_code, answer(BASE, effort).status_code) == (200, 200)
+        nearest = {"none": "none False", "minimal": "low True", "medium": "low True", "xhigh": "high True"}
+        assert {effort: text(answer("words", effort).json()["tokens"]).strip("<>") for effort in nearest} == nearest
+        for model in ("switch", "thinker", BASE):
+            refused = answer(model, "deep")
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, "reasoning_effort")
             assert "does not take" in refused.json()["error"]["message"]
         for model, is_wanted in (("effort", False), ("switch", True), (BASE, False)):
@@ -155,8 +165,13 @@ def test_a_template_sees_how_much_to_think_if_it_takes_that(server: Server, chec
             assert server.post("/v1/chat/completions", json={**plain, **nothing}).json()["choices"] == without
         asked = {"model": BASE, "input": "hi", "reasoning": {"effort": "none"}, "max_output_tokens": 3}
         assert server.post("/v1/responses", json=asked).status_code == 200
-        chat = {"model": BASE, "messages": [USER], "reasoning_effort": "high"}
-        assert server.post("/v1/chat/completions", json=chat).status_code == 400
+        for model, effort, named in (
+            (BASE, "high", "reasoning_effort"), (BASE, "none", None), ("switch", "high", None),
+            ("thinker", "none", "reasoning_effort"), ("effort", "low", None),
+        ):  # fmt: skip
+            chat = {"model": model, "messages": [USER], "reasoning_effort": effort, "max_tokens": 1}
+            answered = server.post("/v1/chat/completions", json=chat)
+            assert (answered.status_code, answered.headers.get("X-Multilora-Left-Out")) == (200, named)
     finally:
         for name in sources:
             server.http.delete(f"{server.url}/v1/adapters/{name}").raise_for_status()

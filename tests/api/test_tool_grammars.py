@@ -528,11 +528,57 @@ def test_an_answer_in_a_format_may_be_a_call_instead(talk: openai.OpenAI, speake
     assert kinds <= {"stop", "tool_calls"}
 
 
-@pytest.mark.parametrize("field", ["response_format", "guided_regex", "guided_choice", "structural_tag"])
+def test_what_answers_do_without_is_named(roomy: Server) -> None:
+    """As OpenAI's Codex CLI asks."""
+    given = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+    function = {"type": "function", "name": "f", "parameters": given, "strict": False}
+    others = [
+        {"type": "namespace", "name": "n", "description": "x", "tools": [function]},
+        {"type": "web_search", "external_web_access": False},
+        {"type": "custom", "name": "apply_patch", "format": {"type": "grammar", "syntax": "lark", "definition": "x"}},
+    ]
+    body = {
+        "model": "hermes", "input": "x", "tools": [function, *others], "tool_choice": "auto", "max_output_tokens": 4,
+        "reasoning": {"effort": "medium", "summary": "auto"}, "client_metadata": {"x-codex-installation-id": "1"},
+    }  # fmt: skip
+    rest = "tools[1] (namespace), tools[2] (web_search), tools[3] (custom)"
+    named = f"client_metadata, reasoning.summary, {rest}, reasoning.effort"
+    for stream in (False, True):
+        answer = roomy.post("/v1/responses", json={**body, "stream": stream})
+        assert (answer.status_code, answer.headers.get("X-Multilora-Left-Out")) == (200, named), answer.text
+    alone = {name: value for name, value in body.items() if name not in ("reasoning", "client_metadata")}
+    known = roomy.post("/v1/responses", json={**alone, "tools": [function]})
+    assert "X-Multilora-Left-Out" not in known.headers
+    seen = {"model": "hermes", "messages": ASK, "max_tokens": 4}
+    nested = {"type": "function", "function": {"name": "f", "parameters": given}}
+    chats = [roomy.post("/v1/chat/completions", json={**seen, "tools": [nested, *more]}) for more in ([], others)]
+    assert chats[0].json()["usage"]["prompt_tokens"] == chats[1].json()["usage"]["prompt_tokens"]
+    assert chats[1].headers["X-Multilora-Left-Out"] == rest
+
+
+@each_format
+def test_a_format_beside_a_call_that_must_come_is_left_out(roomy: Server, speaker: str) -> None:
+    tools, form = tools_of(SCHEMAS), {"type": "json_schema", "json_schema": {"name": "a", "schema": ANSWER}}
+    name = next(iter(SCHEMAS))
+    body = {"model": speaker, "messages": ASK, "tools": tools, "max_tokens": 300, "response_format": form}
+    choice = {"type": "function", "function": {"name": name}}
+    answer = roomy.post("/v1/chat/completions", json={**body, "tool_choice": choice})
+    assert (answer.status_code, answer.headers["X-Multilora-Left-Out"]) == (200, "response_format")
+    assert answer.json()["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == name
+    flat = {
+        "model": speaker, "input": "x", "tools": [{"type": "function", **tool["function"]} for tool in tools],
+        "tool_choice": {"type": "function", "name": name}, "max_output_tokens": 300,
+        "text": {"format": {"type": "json_schema", "name": "a", "schema": ANSWER}},
+    }  # fmt: skip
+    answer = roomy.post("/v1/responses", json=flat)
+    assert (answer.status_code, answer.headers["X-Multilora-Left-Out"]) == (200, "text.format")
+    assert answer.json()["output"][0]["name"] == name
+
+
+@pytest.mark.parametrize("field", ["guided_regex", "guided_choice"])
 def test_a_constraint_and_a_call_that_must_come_exclude_each_other(talk: openai.OpenAI, field: str) -> None:
-    values: dict[str, Any] = {"response_format": FORMAT, "guided_regex": "a+", "guided_choice": ["a"]}
-    tag = {"type": "structural_tag", "format": {"type": "const_string", "value": "x"}}
-    body = {"response_format": tag} if field == "structural_tag" else {field: values[field]}
+    values: dict[str, Any] = {"guided_regex": "a+", "guided_choice": ["a"]}
+    body = {field: values[field]}
     asked: Any = {"model": "hermes", "messages": ASK, "tools": tools_of(SCHEMAS), "extra_body": body}
     with pytest.raises(openai.BadRequestError, match="`tool_choice` asks for a call, and another field"):
         talk.chat.completions.create(**asked, tool_choice="required")
