@@ -68,7 +68,7 @@ class ChatAnswer:
         self._options = request.stream_options or StreamOptions()
         # For each choice, the chunk of a delta that brings nothing but words.
         self._text_events: dict[int, TextEvent] = {}
-        self._is_text_alone = not (request.return_token_ids or self._options.continuous_usage_stats)
+        self._is_text_alone = not (request.return_token_ids or self._options.counts_each_chunk)
         self._chunk_head = self._head("chat.completion.chunk")
         self._speakers = [
             Speaker(
@@ -138,7 +138,7 @@ class ChatAnswer:
         return event(text)
 
     def _chunk(self, choice: dict[str, Any], **more: Any) -> dict[str, Any]:
-        so_far = {"usage": self._usage()} if self._options.continuous_usage_stats else {}
+        so_far = {"usage": self._usage()} if self._options.counts_each_chunk else {}
         return {**self._chunk_head, "choices": [choice], **more, **so_far}
 
     def _head(self, kind: str) -> dict[str, Any]:

@@ -70,7 +70,7 @@ class CompletionAnswer:
         # For each choice that has begun, the chunk of a piece that brings nothing but text.
         self._texts: dict[int, TextEvent] = {}
         self._is_text_alone = request.logprobs is None and not (
-            request.return_token_ids or self._options.continuous_usage_stats
+            request.return_token_ids or self._options.counts_each_chunk
         )
         self.job = Job(services, admitted, bool(request.stream))
         self._head: dict[str, Any] = {
@@ -116,7 +116,7 @@ class CompletionAnswer:
 
     def _chunk(self, index: int, piece: Piece, *, first: bool) -> dict[str, Any]:
         choice = self._choice(index, self.job.plans[index], piece, first=first)
-        so_far = {"usage": self._usage()} if self._options.continuous_usage_stats else {}
+        so_far = {"usage": self._usage()} if self._options.counts_each_chunk else {}
         return {**self._head, "choices": [choice]} | so_far
 
     def _waits_for_prompt(self, piece: Piece) -> bool:

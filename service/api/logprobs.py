@@ -96,10 +96,11 @@ def chat_logprobs(tokenizer: TextTokenizer, names: TokenNames, piece: Piece) -> 
 def _columns(names: TokenNames, entries: Sequence[ScoredToken], offsets: list[int]) -> dict[str, Any]:
     top = []
     for entry in entries:
-        # The chosen token is always among the alternatives; of tokens that read alike the likeliest stays.
+        # The chosen token comes first, as with vLLM; of tokens that read alike the likeliest counts.
         alternatives: dict[str, float] = {}
-        for token_id, logprob in (*entry.top, (entry.token_id, entry.logprob)):
-            alternatives.setdefault(names(token_id), max(logprob, LOWEST_LOGPROB))
+        for token_id, logprob in ((entry.token_id, entry.logprob), *entry.top):
+            name = names(token_id)
+            alternatives[name] = max(logprob, alternatives.get(name, LOWEST_LOGPROB))
         top.append(alternatives)
     return {
         "tokens": [names(entry.token_id) for entry in entries],

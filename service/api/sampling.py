@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from kernels.sampling.parameters import NEUTRAL, PARAMETERS
-from service.api.errors import BadRequest
+from service.api.errors import BadRequest, quoted
 from service.api.schemas import ChatRequest, CompletionRequest, Decoding, Generation
 from service.api.token_lists import TokenLists
 from service.api.validation import bad_request
@@ -18,6 +18,7 @@ from service.text.tokenizer import TextError, read_json
 
 _SEED_RANGE = 2**63
 _MAX_ID_DIGITS = 10
+_MAX_SHOWN_KEYS = 8
 # Of all stop strings of a request together: what is built of them takes about 150 bytes for each.
 MAX_STOP_CHARS = 4096
 
@@ -144,13 +145,18 @@ def _checked_stop_ids(request: Generation, vocab_size: int) -> tuple[int, ...]:
 
 
 def _logit_bias(request: Generation, vocab_size: int) -> dict[int, float]:
-    biases: dict[int, float] = {}
-    for key, bias in (request.logit_bias or {}).items():
-        if not (key.isascii() and key.isdigit() and len(key) <= _MAX_ID_DIGITS) or int(key) >= vocab_size:
-            raise BadRequest(
-                f"logit_bias has the key {key[:_MAX_ID_DIGITS]!r}; keys are token ids from 0 to {vocab_size - 1}, "
-                "as text.",
-                param="logit_bias",
-            )
-        biases[int(key)] = float(bias)
-    return biases
+    given = request.logit_bias or {}
+    wrong = [key for key in given if not _is_token_id(key) or int(key) >= vocab_size]
+    if wrong:
+        shown = ", ".join(repr(quoted(key)) for key in wrong[:_MAX_SHOWN_KEYS])
+        rest = f" and {len(wrong) - _MAX_SHOWN_KEYS} more" if len(wrong) > _MAX_SHOWN_KEYS else ""
+        raise BadRequest(
+            f"`logit_bias` has the key{'' if len(wrong) == 1 else 's'} {shown}{rest}; keys are token ids from 0 to "
+            f"{vocab_size - 1}, as text: the vocabulary has {vocab_size} tokens.",
+            param="logit_bias",
+        )
+    return {int(key): float(bias) for key, bias in given.items()}
+
+
+def _is_token_id(key: str) -> bool:
+    return key.isascii() and key.isdigit() and len(key) <= _MAX_ID_DIGITS

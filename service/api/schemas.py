@@ -46,7 +46,14 @@ class StreamOptions(Request):
     unserved = STREAM_FIELDS
 
     include_usage: bool | None = Field(default=None, description="send token counts in a last chunk without choices")
-    continuous_usage_stats: bool | None = Field(default=None, description="send the token counts so far in every chunk")
+    continuous_usage_stats: bool | None = Field(
+        default=None, description="with `include_usage`, send the token counts so far in every chunk"
+    )
+
+    @property
+    def counts_each_chunk(self) -> bool:
+        """Whether every chunk has the token counts so far."""
+        return bool(self.include_usage and self.continuous_usage_stats)
 
 
 class Answering(Request):
@@ -181,7 +188,11 @@ class Generation(Decoding):
     @model_validator(mode="after")
     def _check_stream(self) -> Generation:
         options = self.stream_options
-        if options is not None and (options.include_usage or options.continuous_usage_stats) and not self.stream:
+        # As vLLM has it; `false` asks for nothing.
+        asks = options is not None and any(
+            value is not False for value in options.model_dump(exclude_unset=True).values()
+        )
+        if asks and not self.stream:
             raise field_error("stream_options", "`stream_options` is only allowed with `stream`: true.")
         if self.prompt_logprobs is not None and self.stream:
             raise field_error(

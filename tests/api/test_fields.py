@@ -180,10 +180,8 @@ def test_the_page_is_what_the_code_says() -> None:
 
 
 class TestContinuousUsage:
-    OPTIONS = ({"continuous_usage_stats": True}, {"continuous_usage_stats": True, "include_usage": True})
-
-    @pytest.mark.parametrize("options", OPTIONS, ids=["alone", "with the last"])
-    def test_every_chunk_counts_the_tokens_so_far(self, client: openai.OpenAI, options: Any) -> None:
+    def test_every_chunk_counts_the_tokens_so_far(self, client: openai.OpenAI) -> None:
+        options: Any = {"continuous_usage_stats": True, "include_usage": True}
         asked: Any = {"model": BASE, "stream": True, "stream_options": options, "temperature": 0, "max_tokens": 5}
         ignoring = {"extra_body": {"ignore_eos": True}}
         for chunks in (
@@ -195,13 +193,25 @@ class TestContinuousUsage:
             assert counts == sorted(counts)
             assert counts[-1] == 5
             assert all(usage.total_tokens == usage.prompt_tokens + usage.completion_tokens for usage in usages)
-            assert [not one for one in choices].count(True) == int("include_usage" in options)
+            assert [not one for one in choices].count(True) == 1
+
+    @pytest.mark.parametrize("options", [{}, {"include_usage": False}, {"include_usage": None}])
+    def test_it_is_part_of_include_usage(self, client: openai.OpenAI, options: Any) -> None:
+        asked: Any = {
+            "model": BASE, "stream": True, "max_tokens": 3,
+            "stream_options": {"continuous_usage_stats": True, **options},
+        }  # fmt: skip
+        for chunks in (
+            client.completions.create(prompt="the", **asked), client.chat.completions.create(messages=CHAT, **asked)
+        ):  # fmt: skip
+            assert all(chunk.usage is None and chunk.choices for chunk in chunks)
 
     def test_asking_for_it_without_a_stream_is_refused(self, server: Server) -> None:
         for option in ("continuous_usage_stats", "include_usage"):
             for path, _, body in BODIES:
-                answer = server.post(path, json={**body, "stream_options": {option: True}})
-                assert (answer.status_code, "only allowed with `stream`" in answer.text) == (400, True)
+                for value in (True, None):
+                    answer = server.post(path, json={**body, "stream_options": {option: value}})
+                    assert (answer.status_code, "only allowed with `stream`" in answer.text) == (400, True)
                 assert server.post(path, json={**body, "stream_options": {option: False}}).status_code == 200
 
 
