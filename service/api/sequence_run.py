@@ -153,6 +153,8 @@ class SequenceRun:
         except Exception as error:  # raised by `take`
             self.failure = self._told(error)
         outcome = "error" if self.failure is not None else self._waiting.finish_reason
+        if outcome is None and self.timer.num_tokens >= self._plan.sampling.max_tokens:
+            return  # the end follows at once, and is told with the last token
         self._on_news()  # which may take what waits
         if outcome is not None:
             self.close(outcome)

@@ -142,6 +142,13 @@ class TestCompletions:
         assert reasons == {choice.index: choice.finish_reason for choice in whole.choices}
         assert usage == whole.usage
 
+    def test_the_last_token_of_a_stream_comes_with_the_end(self, client: openai.OpenAI) -> None:
+        asked: Any = {"max_tokens": 6, "temperature": 0, "stream": True, "extra_body": {"ignore_eos": True}}
+        *_, last = client.completions.create(model="beta", prompt="the tin", logit_bias={"50": 100}, **asked)
+        assert (bool(last.choices[0].text), last.choices[0].finish_reason) == (True, "length")
+        *_, last = client.chat.completions.create(model="beta", messages=CHAT, logit_bias={"50": 100}, **asked)
+        assert (bool(last.choices[0].delta.content), last.choices[0].finish_reason) == (True, "length")
+
     def test_usage_is_streamed_only_on_request(self, client: openai.OpenAI) -> None:
         assert all(
             chunk.usage is None and chunk.choices
@@ -162,6 +169,15 @@ class TestLogprobs:
             assert 1 <= len(top) <= 3
             assert top[token] == pytest.approx(logprob)
             assert max(top.values()) == pytest.approx(logprob)
+
+    def test_the_token_itself_comes_first_among_its_alternatives(self, client: openai.OpenAI) -> None:
+        """Log probabilities are the model's, which a bias does not change."""
+        answer = client.completions.create(model=BASE, prompt="the", logprobs=3, logit_bias={"50": 100}, **GREEDY)
+        columns: Any = answer.choices[0].logprobs
+        assert [next(iter(top)) for top in columns.top_logprobs] == columns.tokens
+        assert all(
+            max(top.values()) > top[token] for token, top in zip(columns.tokens, columns.top_logprobs, strict=True)
+        )
 
     def test_echo_gives_the_prompt_and_its_probabilities(self, client: openai.OpenAI) -> None:
         prompt = "the tin in"
