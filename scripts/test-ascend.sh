@@ -76,7 +76,7 @@ workers=$(awk -v cores="$(nproc)" '$1 == "MemAvailable:" { fits = int($2 / 2 / 1
     END { most = cores < 16 ? cores : 16; print fits < 1 ? 1 : fits < most ? fits : most }' /proc/meminfo)
 export OMP_NUM_THREADS=1
 # A test that hangs fails by its name, as in the Makefile.
-pytest=("$venv/bin/python" -m pytest --timeout 900 --tier "${TIER:-quick}" -n "$workers" "$@")
+pytest=("$venv/bin/python" -m pytest --timeout 900 --tier "${TIER:-quick}" -n "$workers" --dist worksteal "$@")
 if [ -z "$pins" ]; then
     "${pytest[@]}" tests/ascend
     TRITON_INTERPRET=1 "${pytest[@]}" tests/ascend

@@ -19,7 +19,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     launches = [
         pytest.param(case, name, id=f"{case.name}-{name.replace(' ', '_')}") for case in cases for name in case.launches
     ]
-    metafunc.parametrize(("case", "name"), launches)
+    metafunc.parametrize(("case", "name"), launches, scope="module")  # the tests of a launch follow one another
 
 
 @pytest.mark.parametrize("target", REQUIRED_TARGETS)
@@ -29,6 +29,7 @@ def test_compiles_within_the_chip(case: Case, name: str, target: str) -> None:
     checks.check_loops(case, compiled)
 
 
+@pytest.mark.wide
 def test_compiles_for_ascend950(case: Case, name: str) -> None:
     launch = case.launches[name]()
     if case.crashes:

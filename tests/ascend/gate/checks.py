@@ -12,6 +12,9 @@ from tests.ascend.gate.compiler import Compiled, compile_kernel, specialise
 from tests.support.bits import same_bits
 
 MAX_SCALAR_LOADS = 8
+# The last ones, by kernel, signature, options and chip: the tests of a launch follow one another.
+_compiled: dict[Any, Compiled] = {}
+_MAX_COMPILED = 32
 
 
 class GateError(AssertionError):
@@ -21,7 +24,12 @@ class GateError(AssertionError):
 def compile_launch(case: Case, launch: Launch, target: str) -> Compiled:
     """The kernel as this launch's arguments specialise it."""
     specialised = specialise(case.kernel, dict(launch.arguments))
-    return compile_kernel(case.kernel, specialised, target, dict(case.options))
+    key = case.kernel, repr(specialised), repr(dict(case.options)), target
+    if key not in _compiled:
+        if len(_compiled) == _MAX_COMPILED:
+            del _compiled[next(iter(_compiled))]
+        _compiled[key] = compile_kernel(case.kernel, specialised, target, dict(case.options))
+    return _compiled[key]
 
 
 def check_fits(case: Case, compiled: Compiled) -> None:

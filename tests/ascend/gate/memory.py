@@ -5,11 +5,13 @@ A `MemRef` is a strided view with offsets in elements, as in MLIR. Booleans on t
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from tests.ascend.gate.mlir import split_top
@@ -98,10 +100,7 @@ class MemRef:
         return torch.as_strided(flat, self.sizes, self.strides, first)
 
     def _bit_indices(self) -> torch.Tensor:
-        index = torch.zeros((), dtype=torch.int64)
-        for size, stride in zip(self.sizes, self.strides, strict=True):
-            index = index[..., None] + torch.arange(size) * stride
-        return index + self.base * 8 + self.offset
+        return _indices(tuple(self.sizes), tuple(self.strides)) + (self.base * 8 + self.offset)
 
     def read(self) -> torch.Tensor:
         """The elements; booleans are unpacked (a copy)."""
@@ -116,10 +115,15 @@ class MemRef:
             self.tensor().copy_(values)
             return
         bits = self._bit_indices().reshape(-1)
-        raw = self.storage.raw
-        for bit, value in zip(bits.tolist(), values.broadcast_to(self.sizes).reshape(-1).tolist(), strict=True):
-            mask = 1 << (bit & 7)
-            raw[bit >> 3] = int(raw[bit >> 3]) | mask if value else int(raw[bit >> 3]) & ~mask
+        if not bits.numel():
+            return
+        first, last = int(bits.min()) >> 3, int(bits.max()) >> 3
+        if first < 0 or last >= self.storage.raw.numel():
+            raise SimulationError(f"out of bounds: bytes {first}..{last} of {self.storage.name}")
+        around = self.storage.raw[first : last + 1].numpy()
+        unpacked = np.unpackbits(around, bitorder="little")
+        unpacked[bits.numpy() - 8 * first] = values.broadcast_to(self.sizes).reshape(-1).numpy()
+        around[:] = np.packbits(unpacked, bitorder="little")
 
     def _scalar(self, indices: Sequence[int]) -> tuple[torch.Tensor, int]:
         offset = self.offset + sum(index * stride for index, stride in zip(indices, self.strides, strict=True))
@@ -181,6 +185,15 @@ def parse_type(text: str) -> MemRefType:
     sizes = tuple(None if size == "?" else int(size) for size in found.group(1).split("x") if size)
     spaces = [match.group(1) for part in rest if (match := re.search(r"address_space<(\w+)>", part))]
     return MemRefType(sizes, found.group(2), spaces[0] if spaces else "gm")
+
+
+@functools.lru_cache(maxsize=256)
+def _indices(sizes: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+    """int64 [sizes]: where each element lies, counted from the first."""
+    index = torch.zeros((), dtype=torch.int64)
+    for size, stride in zip(sizes, strides, strict=True):
+        index = index[..., None] + torch.arange(size) * stride
+    return index
 
 
 def contiguous_strides(sizes: Sequence[int]) -> list[int]:
