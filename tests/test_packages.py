@@ -107,7 +107,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "service/payer.py": (),
     "service/machine.py": (),
     "service/version.py": (),
-    "service/settings.py": ("service.engine.config", "service.setting_types"),
+    # Of the machine, how many connections it bears.
+    "service/settings.py": ("service.engine.config", "service.setting_types", "service.machine"),
     "service/setting_types.py": (),
     # Looks at a host as the doctor does, and runs engines; knows nothing of HTTP.
     "service/first_host": (
