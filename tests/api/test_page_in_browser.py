@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,13 @@ from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
+from selenium.webdriver.support.expected_conditions import alert_is_present
 from selenium.webdriver.support.ui import Select, WebDriverWait
 
 from tests.api.conftest import BASE, Checkpoints
 from tests.support.limits import LIMIT_SECONDS
 from tests.support.server import Server, running_server, standing_still, wait_for
-from tests.support.uploads import CONFIG, TENSORS
+from tests.support.uploads import CONFIG, TENSORS, parts_of, upload
 
 CHROMIUM, DRIVER = Path("/usr/bin/chromium"), Path("/usr/bin/chromedriver")
 
@@ -57,8 +59,12 @@ class Page:
 
     def choose(self, models: list[str]) -> None:
         self.until(lambda: set(models) <= set(self.texts(".column:first-child option")))
-        for column, model in zip(self.driver.find_elements(By.CSS_SELECTOR, ".model"), models, strict=True):
+        for column, model in zip(self.driver.find_elements(By.CSS_SELECTOR, ".model"), models, strict=False):
             Select(column).select_by_value(model)
+
+    def chosen(self) -> list[str]:
+        """The model of each column."""
+        return self.driver.execute_script("return [...document.querySelectorAll('.model')].map((one) => one.value)")
 
     def faults(self) -> list[str]:
         """Errors of the console; what the content policy refused is among them."""
@@ -162,14 +168,64 @@ def test_an_adapter_is_uploaded_shown_and_deleted(
     assert lines == [one["module"] for one in report["modules"]]
     assert page.texts("#report h3")[0].startswith(f"{uploaded}: {len(lines)} modules, rank {report['rank']}")
     page.until(lambda: uploaded in page.texts("#adapters th"))
-    row = page.texts("#adapters tr")[page.texts("#adapters th").index(uploaded)]
-    assert "not yet" in row
+
+    def row() -> str:
+        return page.texts("#adapters tr")[page.texts("#adapters th").index(uploaded)]
+
+    assert "not yet" in row()
+    page.choose([BASE, uploaded])
+    page.fill("#max-tokens", "2")
+    page.find("#send").click()
+    page.until(lambda: re.search(r"\w+ \d+, \d{4}, \d+:\d\d:\d\d", row()))
     assert uploaded in page.texts(".column:first-child option")
     page.find(f'[aria-label="Delete {uploaded}"]').click()
     page.driver.switch_to.alert.accept()
     page.until(lambda: uploaded not in page.texts("#adapters th"))
     assert server.get(f"/v1/adapters/{uploaded}").status_code == 404
     assert not page.find("#report").is_displayed()
+    assert page.texts("#upload-status") == [""], "what was said of it goes with it"
+    assert uploaded not in page.chosen()
+    assert page.texts(".ending")[1] == page.texts(".answer")[1] == ""
+
+
+def test_replacing_a_name_asks(page: Page, server: Server, checkpoints: Checkpoints, uploaded: str) -> None:
+    first = upload(server, uploaded, checkpoints.spare).raise_for_status().json()["version"]
+    other = checkpoints.adapters / "beta"
+    page.find("#files").send_keys(f"{other / CONFIG}\n{other / TENSORS}")
+    page.find("#adapter-name").send_keys(uploaded)
+    for answer, version in (("dismiss", first), ("accept", first + 1)):
+        page.find("#upload").click()
+        WebDriverWait(page.driver, LIMIT_SECONDS).until(alert_is_present())
+        alert = page.driver.switch_to.alert
+        assert alert.text.startswith(f"{uploaded} is there, as version {first}. Replace it?")
+        getattr(alert, answer)()
+        if answer == "accept":
+            page.until(lambda: page.texts("#upload-status") == [f"{uploaded} is loaded and can be used now."])
+        assert server.get(f"/v1/adapters/{uploaded}").json()["version"] == version
+
+
+def test_no_model_has_two_columns(page: Page, server: Server, checkpoints: Checkpoints, uploaded: str) -> None:
+    Select(page.find("#num-columns")).select_by_visible_text("4")
+    page.until(lambda: page.chosen() == [BASE, "alpha", "beta", "gamma"])
+    page.fill("#max-tokens", "2")
+    page.find("#send").click()
+    page.until(lambda: all(text.startswith("Ended: ") for text in page.texts(".ending")))
+    page.choose(["gamma"])
+    assert page.chosen() == ["gamma", "alpha", "beta", BASE], "they change places"
+    told = [bool(text) for text in page.texts(".ending")]
+    assert told == [False, True, True, False], "an answer goes with its model"
+    # One with a template of its own, as those for tools have, is no column's first model.
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    parts = parts_of(checkpoints.spare) | {"chat_template": template.encode()}
+    answer = server.http.put(f"{server.url}/v1/adapters/{uploaded}", files=parts)
+    assert answer.json()["has_chat_template"]
+    server.http.put(f"{server.url}/v1/adapters/a{uploaded}", files=parts).raise_for_status()
+    try:
+        page.driver.refresh()
+        page.until(lambda: page.chosen() == [BASE, "alpha"])
+        assert f"a{uploaded}" in page.texts(".column:first-child option")
+    finally:
+        server.http.delete(f"{server.url}/v1/adapters/a{uploaded}")
 
 
 def test_a_folder_can_be_dropped(page: Page, checkpoints: Checkpoints, uploaded: str) -> None:

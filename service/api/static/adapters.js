@@ -6,10 +6,11 @@ const element = (id) => document.getElementById(id);
 const MOST_ROWS = 200; // thousands of adapters are found by the filter, not by scrolling
 const rows = new Map(); // name -> { row, cells }
 let adapters = [];
+let numLists = 0; // that were asked for, or are out of date
 let dropped = []; // files that were dropped instead of chosen
 let onList = () => {};
 
-/** `listed` is called with the names whenever the list was read. */
+/** `listed` is called with the adapters whenever the list was read. */
 export function startAdapters(listed) {
   onList = listed;
   element("filter").addEventListener("input", showAdapters);
@@ -18,6 +19,7 @@ export function startAdapters(listed) {
     send();
   });
   element("files").addEventListener("change", () => take([]));
+  element("adapter-name").addEventListener("input", sayChosen);
   const drop = element("drop");
   drop.addEventListener("dragover", (event) => {
     event.preventDefault();
@@ -33,8 +35,11 @@ export function startAdapters(listed) {
 
 /** Read the list again. */
 export async function refreshAdapters(options) {
+  const number = ++numLists;
   try {
-    adapters = await listAll(options);
+    const all = await listAll(options);
+    if (number !== numLists) return; // a later one has begun
+    adapters = all;
   } catch (error) {
     if (options?.quiet) return; // what was shown stays until there is news
     adapters = [];
@@ -44,7 +49,7 @@ export async function refreshAdapters(options) {
     return;
   }
   showAdapters();
-  onList(adapters.map((one) => one.name));
+  onList(adapters);
 }
 
 async function listAll(options) {
@@ -59,6 +64,7 @@ async function listAll(options) {
 // ---- the table
 
 function showAdapters() {
+  forgetWhatIsGone();
   const wanted = element("filter").value.toLowerCase();
   const found = adapters.filter((one) => one.name.toLowerCase().includes(wanted));
   const shown = found.slice(0, MOST_ROWS);
@@ -74,6 +80,14 @@ function showAdapters() {
   const number = (count) => count.toLocaleString("en");
   const more = found.length > shown.length ? `; the first ${number(shown.length)} are shown, filter for others` : "";
   say("adapters-status", `${number(found.length)} of ${number(adapters.length)} adapters${more}.`);
+}
+
+/** What is said of an adapter goes when that does, or is another one. */
+function forgetWhatIsGone() {
+  const digests = new Map(adapters.map((one) => [one.name, one.digest]));
+  const isGone = ({ dataset }) => dataset.name && digests.get(dataset.name) !== dataset.digest;
+  if (isGone(element("report"))) element("report").hidden = true;
+  if (isGone(element("upload-status"))) say("upload-status", "");
 }
 
 function rowOf(adapter) {
@@ -117,7 +131,6 @@ async function removeAdapter(name) {
     say("adapters-status", error.message, true);
     return;
   }
-  if (element("report").dataset.name === name) element("report").hidden = true;
   await refreshAdapters();
 }
 
@@ -127,13 +140,17 @@ function take(files) {
   dropped = files;
   element("files").required = !files.length;
   if (files.length) element("files").value = "";
+  sayChosen();
+  const archive = chosen().find((file) => /\.(zip|tgz|tar\.gz)$/i.test(file.name));
+  const field = element("adapter-name");
+  if (!field.value) field.value = files.folder ?? archive?.name.replace(/\.(zip|tgz|tar\.gz)$/i, "") ?? "";
+}
+
+function sayChosen() {
   const names = (some) => some.map((file) => file.name).join(", ");
   const left = given().filter(isAside);
   const aside = left.length ? ` Left out: ${names(left)}.` : "";
   say("upload-status", given().length ? `To upload: ${names(chosen())}.${aside}` : "");
-  const archive = chosen().find((file) => /\.(zip|tgz|tar\.gz)$/i.test(file.name));
-  const field = element("adapter-name");
-  if (!field.value) field.value = files.folder ?? archive?.name.replace(/\.(zip|tgz|tar\.gz)$/i, "") ?? "";
 }
 
 function given() {
@@ -166,9 +183,16 @@ async function filesOf(transfer) {
 }
 
 async function send() {
+  const name = element("adapter-name").value.trim();
+  await refreshAdapters({ quiet: true });
+  const there = adapters.find((one) => one.name === name);
+  const question = `${name} is there, as version ${there?.version}. Replace it? Requests that use it now still finish.`;
+  if (there && !confirm(question)) return;
   const form = new FormData();
-  form.append("name", element("adapter-name").value.trim()); // first, so that a bad name is refused before the files
+  if (!there) form.append("name", name); // first, so that a bad name is refused before the files
   for (const file of chosen()) form.append("file", file, file.name); // known by their file names
+  const path = there ? `v1/adapters/${encodeURIComponent(name)}` : "v1/adapters";
+  const headers = there ? { "If-Match": `"${there.digest}"` } : {};
   const progress = element("progress");
   progress.hidden = false;
   progress.value = 0;
@@ -176,14 +200,15 @@ async function send() {
   element("report").hidden = true;
   say("upload-status", "Uploading …");
   try {
-    const report = await upload("v1/adapters", form, (fraction) => {
+    const report = await upload({ method: there ? "PUT" : "POST", path, headers, form }, (fraction) => {
       progress.value = fraction;
       if (fraction === 1) say("upload-status", "Sent; the server checks it …");
     });
-    say("upload-status", `${report.name} is loaded and can be used now.`);
     element("upload-form").reset();
     dropped = [];
     element("files").required = true;
+    numLists += 1; // a list that was asked for before does not know of it
+    say("upload-status", `${report.name} is loaded and can be used now.`, false, report);
     showReport(report);
     await refreshAdapters();
   } catch (error) {
@@ -200,10 +225,10 @@ async function send() {
 function showReport(report) {
   const modules = report.modules.map((one) => [one.module, one.rank, Number(one.scaling.toPrecision(6)), one.bytes]);
   const title = `${report.name}: ${modules.length} modules, rank ${report.rank}, ${sizeOf(report.bytes)}`;
-  showTable(title, ["Module", "Rank", "Scaling", "Bytes"], modules, report.notes, report.name);
+  showTable(title, ["Module", "Rank", "Scaling", "Bytes"], modules, report.notes, report);
 }
 
-function showTable(title, columns, lines, notes = [], name = "") {
+function showTable(title, columns, lines, notes = [], adapter = null) {
   const isNumber = (value) => (typeof value === "number" ? "number" : "wide");
   const head = node("tr");
   columns.forEach((column, i) => head.append(node("th", column, lines.length ? isNumber(lines[0][i]) : "")));
@@ -222,7 +247,7 @@ function showTable(title, columns, lines, notes = [], name = "") {
   const report = element("report");
   report.replaceChildren(node("h3", title), ...notes.map((note) => node("p", note, "hint")), scroll);
   report.append(button("Close", () => (report.hidden = true)));
-  report.dataset.name = name;
+  isOf(report, adapter);
   report.hidden = false;
 }
 
@@ -242,10 +267,16 @@ function button(text, action, style = "") {
   return made;
 }
 
-function say(id, sentence, isError = false) {
+/** `adapter`: what it is about, see `forgetWhatIsGone`. */
+function say(id, sentence, isError = false, adapter = null) {
   const place = element(id);
+  isOf(place, adapter);
   if (place.textContent !== sentence) place.textContent = sentence;
   place.classList.toggle("error", isError);
+}
+
+function isOf(place, adapter) {
+  Object.assign(place.dataset, { name: adapter?.name ?? "", digest: adapter?.digest ?? "" });
 }
 
 function sizeOf(bytes) {
@@ -260,7 +291,5 @@ function sizeOf(bytes) {
 
 function timeOf(unixSeconds) {
   if (unixSeconds === null) return "not yet";
-  const then = new Date(unixSeconds * 1000);
-  const isToday = then.toDateString() === new Date().toDateString();
-  return isToday ? then.toLocaleTimeString() : then.toLocaleDateString();
+  return new Date(unixSeconds * 1000).toLocaleString([], { dateStyle: "medium", timeStyle: "medium" });
 }

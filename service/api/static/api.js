@@ -37,14 +37,14 @@ export async function getJson(path, options) {
   return (await call(path, options)).json();
 }
 
-/** POST a form and tell `onProgress` the fraction that is sent, which fetch cannot. */
-export async function upload(path, form, onProgress) {
+/** Send a form and tell `onProgress` the fraction that is sent, which fetch cannot. */
+export async function upload({ method, path, headers, form }, onProgress) {
   for (;;) {
     const sent = key;
     const { status, text } = await new Promise((resolve, reject) => {
       const request = new XMLHttpRequest();
-      request.open("POST", path);
-      for (const [name, value] of Object.entries(authorization())) request.setRequestHeader(name, value);
+      request.open(method, path);
+      for (const [name, value] of Object.entries({ ...headers, ...authorization() })) request.setRequestHeader(name, value);
       request.upload.onprogress = (event) => event.lengthComputable && onProgress(event.loaded / event.total);
       request.onload = () => resolve({ status: request.status, text: request.responseText });
       request.onerror = () => reject(new ApiError("The connection broke before the server had answered."));

@@ -5,20 +5,23 @@ import { eventsOf } from "./sse.js";
 
 const element = (id) => document.getElementById(id);
 const columns = [];
-let names = [];
+let names = []; // of all models, the base first
+let usual = []; // the same in the order in which columns take them
 let running = null; // the AbortController of the answers that stream
 
 /** Show the base and the adapters in all columns; what was chosen stays, if it is still there. */
 export function setModels(base, adapters) {
-  names = [base, ...adapters];
-  columns.forEach(fillColumn);
+  names = [base, ...adapters.map((one) => one.name)];
+  // One with a chat template of its own was trained for other prompts than the first one here.
+  const others = adapters.filter((one) => one.has_chat_template).map((one) => one.name);
+  usual = [...names.filter((name) => !others.includes(name)), ...others];
+  if (!running) showColumns();
 }
 
 /** `afterAnswers` is called when the answers to a prompt have ended. */
 export function startCompare(afterAnswers) {
-  const count = element("num-columns");
-  count.addEventListener("change", () => showColumns(Number(count.value)));
-  showColumns(Number(count.value));
+  element("num-columns").addEventListener("change", showColumns);
+  showColumns();
   element("prompt-form").addEventListener("submit", async (event) => {
     event.preventDefault();
     if (running) return;
@@ -34,7 +37,9 @@ export function startCompare(afterAnswers) {
   });
 }
 
-function showColumns(wanted) {
+/** As many as are wanted, and as there are models: none is shown twice. */
+function showColumns() {
+  const wanted = Math.min(element("num-columns").value, names.length || 1);
   while (columns.length > wanted) columns.pop().root.remove();
   while (columns.length < wanted) {
     const root = element("column-template").content.cloneNode(true).firstElementChild;
@@ -42,31 +47,54 @@ function showColumns(wanted) {
     const column = { root, model: part("model"), answer: part("answer"), ending: part("ending") };
     Object.assign(column, { firstToken: part("first-token"), speed: part("speed"), numTokens: part("num-tokens") });
     column.answer.setAttribute("aria-label", `Answer ${columns.length + 1}`);
+    column.model.addEventListener("change", () => choose(column));
     columns.push(column);
-    fillColumn(column, columns.length - 1);
     element("columns").append(root);
   }
+  columns.forEach(fillColumn);
 }
 
-function fillColumn(column, index) {
-  const chosen = column.model.value;
+function fillColumn(column) {
   const options = [...column.model.options].map((option) => option.value);
   if (options.length === names.length && options.every((name, i) => name === names[i])) return;
+  const chosen = column.chosen;
   column.model.replaceChildren(...names.map((name) => new Option(name, name)));
-  column.model.value = names.includes(chosen) ? chosen : (names[index] ?? names[0] ?? "");
+  const others = columns.filter((one) => one !== column).map((one) => one.chosen);
+  setModel(column, names.includes(chosen) ? chosen : usual.find((name) => !others.includes(name)));
+}
+
+/** A model was chosen for a column: another one that showed it takes what this one showed. */
+function choose(column) {
+  const other = columns.find((one) => one !== column && one.chosen === column.model.value);
+  if (other) setModel(other, column.chosen);
+  setModel(column, column.model.value);
+}
+
+/** What a column shows goes with its model. */
+function setModel(column, name) {
+  column.model.value = name;
+  if (column.chosen === name) return;
+  column.chosen = name;
+  column.answer.replaceChildren();
+  show(column, "");
+  showTimes(column, { first: null, numTokens: 0 });
 }
 
 async function askAll() {
   running = new AbortController();
-  element("send").disabled = true;
-  element("stop").disabled = false;
+  setRunning(true);
   try {
     await Promise.all(columns.map((column) => ask(column, running.signal)));
   } finally {
     running = null;
-    element("send").disabled = false;
-    element("stop").disabled = true;
+    setRunning(false);
+    showColumns();
   }
+}
+
+function setRunning(is) {
+  for (const control of [element("send"), element("num-columns"), ...columns.map((one) => one.model)]) control.disabled = is;
+  element("stop").disabled = !is;
 }
 
 function requestFor(model) {

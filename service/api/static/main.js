@@ -34,7 +34,7 @@ async function start() {
   } catch (error) {
     server.textContent = error.message;
   }
-  startAdapters((names) => base !== null && setModels(base, names));
+  startAdapters((adapters) => base !== null && setModels(base, adapters));
   startCompare(() => list({ quiet: true }));
   await list();
   startPlots(watch);
