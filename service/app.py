@@ -94,7 +94,7 @@ def create_app(settings: Settings, engine: EngineClient | Engines | None = None)
     """
     engine = engine if engine is not None else own_engines(settings)
     services = _build_services(settings, engine)
-    app = FastAPI(title="multilora", lifespan=_lifespan, redoc_url=None, redirect_slashes=False)
+    app = FastAPI(title="multilora", lifespan=_lifespan, redoc_url=None, docs_url=None, redirect_slashes=False)
     app.state.services, app.state.engine = services, engine
     for router in ROUTERS:
         app.include_router(router)
@@ -105,11 +105,16 @@ def create_app(settings: Settings, engine: EngineClient | Engines | None = None)
     buffered_bytes = int(settings.max_buffered_bytes)
     budget = BodyBudget(max(buffered_bytes // 2, int(settings.max_body_bytes)), ALWAYS_BYTES)
     app.add_middleware(
-        EntryMiddleware, access=access, metrics=services.metrics, body_rule=_body_rule(settings), budget=budget
+        EntryMiddleware,
+        access=access,
+        metrics=services.metrics,
+        body_rule=_body_rule(settings),
+        budget=budget,
+        root_path=settings.root_path,
     )
     if settings.cors_origins:
         _allow_pages(app, settings.cors_origins)
-    serve_openapi(app, access if services.tenants.need_keys else None)
+    serve_openapi(app, access if services.tenants.need_keys else None, settings.root_path)
     return app
 
 

@@ -39,6 +39,7 @@ REPEATABLE_PATHS = (
     "/v1/chat/completions",
     "/v1/completions",
     "/v1/completions/batch",
+    "/v1/chat/completions/batch",
     "/v1/responses",
     "/v1/embeddings",
     "/tokenize",

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, SecretStr
 from pydantic_settings import NoDecode
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/,\s]+")
+_ROOT = re.compile(r"(?:/[A-Za-z0-9_~-][A-Za-z0-9._~-]*)+")
 # Those of which an operator says whether they need a key.
 _MAY_BE_OPEN = ("/docs", "/openapi.json", "/version", "/metrics")
 
@@ -60,7 +61,15 @@ def _may_be_open(paths: tuple[str, ...]) -> tuple[str, ...]:
     return paths
 
 
+def _is_root(path: str) -> str:
+    path = path.rstrip("/")
+    if path and (not _ROOT.fullmatch(path) or path.split("/")[1] == "v1"):  # the routes' own beginning
+        raise ValueError(f"{path!r} is no path to serve below; write one such as /lora or /team/lora")
+    return path
+
+
 Size = Annotated[ByteSize, Field(ge=0)]
+RootPath = Annotated[str, AfterValidator(_is_root)]
 Keys = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split_keys), AfterValidator(_are_printable)]
 Origins = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split), AfterValidator(_are_origins)]
 Addresses = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split), AfterValidator(_are_addresses)]

@@ -11,7 +11,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSetti
 
 from service.engine.config import EngineOptions
 from service.machine import usual_connections, usual_queue
-from service.setting_types import Addresses, Keys, OpenPaths, Origins, Size
+from service.setting_types import Addresses, Keys, OpenPaths, Origins, RootPath, Size
 
 MIB = 2**20
 _BUNDLED = Path(__file__).resolve().parent / "bundled"
@@ -225,6 +225,11 @@ class Settings(BaseSettings):
         None,
         description="TOML file of tenants, their limits and the hashes of their keys, which multilora keys changes; "
         "default: all that asks is one tenant",
+    )
+    root_path: RootPath = Field(
+        "",
+        description="path below which a proxy serves this server, such as /lora: requests may have it before theirs, "
+        "and /docs and /openapi.json say so",
     )
     open_paths: OpenPaths = Field(
         ("/docs", "/openapi.json", "/version"),

@@ -131,6 +131,12 @@ class HealthResponse(Response):
     store: Literal["full", "unreachable", "read-only"] | None = None
 
 
+class LoadResponse(Response):
+    """Sequences that are admitted and have not ended."""
+
+    server_load: int
+
+
 class ReadyResponse(Response):
     """The model is loaded and warm."""
 

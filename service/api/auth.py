@@ -43,7 +43,9 @@ ROUTES = (
     Route("/openapi.json", "any"),
     Route("/version", "any"),
     Route("/metrics", "any"),
+    Route("/load", "any"),
     Route("/v1/chat/completions", "infer"),
+    Route("/v1/chat/completions/batch", "infer"),
     Route("/v1/completions", "infer"),
     Route("/v1/completions/batch", "infer"),
     Route("/v1/responses", "infer"),
@@ -102,8 +104,8 @@ class Access:
             return "any"
         if route.path in self._open_paths:
             return "open"
-        if route.path == "/metrics" and self._tenants.has_file:
-            return "admin"  # they name the adapters of all tenants
+        if route.path in ("/metrics", "/load") and self._tenants.has_file:
+            return "admin"  # they tell of all tenants
         return route.need
 
     def payer_name(self, caller: Caller | None) -> str:

@@ -18,6 +18,8 @@ from service.grammars.json_size import least_chars
 # write both in one piece, and a million numbers take 0.3 s of Python's lock.
 MAX_DATA_CHARS = 1 << 20
 # What others say is there: without it there is no message. An assistant may have called tools, and a tool be silent.
+# Those of OpenAI's API; templates may know others.
+_ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 _MUST_HAVE_CONTENT = ("system", "developer", "user")
 
 
@@ -93,7 +95,9 @@ class ToolCallParam(_Kept):
 class ChatMessage(_Kept):
     """One message of a chat. Keys that are not listed here are ignored; images, audio and files are not supported."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    role: Annotated[str, Field(min_length=1, max_length=64)] = Field(
+        description="system, developer, user, assistant, tool, function, or another one that the chat template shows"
+    )
     content: str | Annotated[list[TextPart], FIRST] | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCallParam], FIRST] | None = None
@@ -117,6 +121,13 @@ class ChatMessage(_Kept):
         """What it says."""
         content = self._content()
         return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+
+    def is_lost_in(self, prompt: str) -> bool:
+        """Whether a chat template left it out, as many do with messages of a role that they do not know."""
+        if self.role in _ROLES:
+            return False
+        said = [self.text] if isinstance(self.content, str) else [part.said for part in self.content or ()]
+        return any(text.strip() not in prompt for text in said)
 
     @property
     def num_chars(self) -> int:

@@ -1,4 +1,4 @@
-"""/health, /ready, /version and /metrics."""
+"""/health, /ready, /version, /load and /metrics."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel, ConfigDict, Field
 
-from service.api.answers import HealthResponse, ReadyResponse, VersionResponse
+from service.api.answers import HealthResponse, LoadResponse, ReadyResponse, VersionResponse
 from service.api.errors import NotReady
 from service.api.openapi import errors
 from service.api.state import engine_sentence, services_of
 from service.api.threads import in_turn
+from service.engine.config import default_block_size_tokens
 from service.version import server_version
 
 router = APIRouter(tags=["operation"])
@@ -70,6 +71,12 @@ async def get_version(request: Request) -> VersionResponse:
     )
 
 
+@router.get("/load", responses=errors((401,)), summary="How much is to be done")
+async def get_load(request: Request) -> LoadResponse:
+    """vLLM's: sequences that are admitted and have not ended."""
+    return LoadResponse(server_load=services_of(request).gate.num_open)
+
+
 @router.get(
     "/metrics",
     response_class=PlainTextResponse,
@@ -86,6 +93,9 @@ async def metrics(request: Request, query: Annotated[MetricsQuery, Query()]) -> 
     shown.show_engine(engine.stats, engine.num_restarts)
     shown.show_replicas(engine.replicas())
     shown.show_ops(() if engine.ready is None else engine.ready.ops)
+    if engine.ready is not None:
+        usual = default_block_size_tokens(engine.ready.device)
+        shown.block_size_tokens = services.settings.block_size_tokens or usual
     shown.adapters.labels("store").set(0 if store is None else store.num_names())
     shown.adapters_on_disk.set(0 if store is None else store.num_on_disk())
     with services.calls.places():

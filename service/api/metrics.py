@@ -1,4 +1,4 @@
-"""Prometheus metrics of the server, all named `multilora_*`, in a registry of their own.
+"""Prometheus metrics of the server, named `multilora_*`, in a registry of their own, and some by vLLM's names too.
 
 Series with an `adapter` label are those of `service.api.adapter_metrics`. All others are few, whatever clients do.
 """
@@ -6,15 +6,20 @@ Series with an `adapter` label are those of `service.api.adapter_metrics`. All o
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping
-from itertools import chain
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import accumulate, chain
 
 import prometheus_client
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from service.api.adapter_metrics import AdapterMetrics
 from service.api.exposition import Exposition
 from service.api.tier_metrics import TierMetrics
+from service.api.vllm_metrics import with_vllm_names
 from service.engine.messages import EngineSaid, OpInUse, Stats
 
 # A gauge beside each counter and histogram that says when it began: nobody asks for it, and it is half of all series.
@@ -22,6 +27,20 @@ prometheus_client.disable_created_metrics()
 # Adapters that a scrape shows, if nothing else is said.
 MOST_ADAPTERS_SHOWN = 64
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+# These have vLLM's bounds, for its dashboards and alerts, and shorter ones.
+_TO_FIRST_TOKEN_SECONDS = (
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
+    640.0, 2560.0,
+)  # fmt: skip
+_TOKEN_SECONDS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
+    40.0, 80.0,
+)  # fmt: skip
+_REQUEST_SECONDS = (
+    0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
+    480.0, 960.0, 1920.0, 7680.0,
+)  # fmt: skip
+_REQUEST_TOKENS = tuple(first * 10**power for power in range(6) for first in (1, 2, 5))
 _COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 
 # Gauges that are a field of Stats, and 0 while no engine is there: name, field, help.
@@ -64,6 +83,8 @@ class Metrics:
     def __init__(self, base_name: str, most_adapters: int = MOST_ADAPTERS_SHOWN) -> None:
         self.registry = CollectorRegistry()
         self.by_adapter = AdapterMetrics(base_name, most_adapters)
+        self.block_size_tokens = 0  # of KV, once it is known
+        self._base_name = base_name
         self._exposition = Exposition()
         # By engine: which life of it, and what that said last.
         self._last: dict[int, tuple[int, Stats]] = {}
@@ -85,6 +106,8 @@ class Metrics:
             ("outcome",),
             registry=registry,
         )
+        for outcome in ("stop", "length", "abort", "error"):
+            self.requests.labels(outcome)
         self.grammars = Counter(
             "multilora_grammars",
             "Constraints of answers, by what came of them: known, compiled or refused.",
@@ -95,12 +118,19 @@ class Metrics:
         self.generation_tokens = Counter("multilora_all_generation_tokens", "Tokens generated.", registry=registry)
         self.queue = Gauge("multilora_num_requests_open", "Sequences admitted and not ended.", registry=registry)
         self.time_to_first_token = self._histogram(
-            "time_to_first_token_seconds", "From admission to the first token.", _SECONDS
+            "time_to_first_token_seconds", "From admission to the first token.", _TO_FIRST_TOKEN_SECONDS
         )
-        self.time_per_output_token = self._histogram(
-            "time_per_output_token_seconds", "Mean time between the tokens of a sequence after its first.", _SECONDS
-        )
-        self.request_seconds = self._histogram("request_seconds", "From admission to the last token.", _SECONDS)
+        text = "Mean time between the tokens of a sequence after its first."
+        self.time_per_output_token = self._histogram("time_per_output_token_seconds", text, _TOKEN_SECONDS)
+        text = "Between two tokens of a sequence."
+        self.inter_token = _TokenGaps("multilora_inter_token_seconds", text, _TOKEN_SECONDS)
+        registry.register(self.inter_token)
+        text = "From admission to the last token."
+        self.request_seconds = self._histogram("request_seconds", text, _REQUEST_SECONDS)
+        text = "Prompt tokens of a sequence."
+        self.request_prompt_tokens = self._histogram("request_prompt_tokens", text, _REQUEST_TOKENS)
+        text = "Tokens generated for a sequence."
+        self.request_generation_tokens = self._histogram("request_generation_tokens", text, _REQUEST_TOKENS)
 
     def _make_engine_metrics(self) -> None:
         self.engine_up = Gauge("multilora_engine_up", "1 while the engine is ready.", registry=self.registry)
@@ -230,7 +260,28 @@ class Metrics:
 
     def render(self, adapters: Collection[str] = ()) -> bytes:
         """The text exposition, with the series of these adapters, or else of the busiest. Any thread."""
-        return self._exposition.write(chain(self.registry.collect(), self.by_adapter.collect(adapters)))
+        own = with_vllm_names(self.registry.collect(), self._base_name, self.block_size_tokens)
+        return self._exposition.write(chain(own, self.by_adapter.collect(adapters)))
+
+
+class _TokenGaps(Collector):
+    """A histogram of every token, which the library's takes 2 µs for. One thread observes, any collects."""
+
+    def __init__(self, name: str, text: str, bounds: tuple[float, ...]) -> None:
+        self._name, self._text, self._bounds = name, text, bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum_seconds = 0.0
+
+    def observe(self, seconds: float) -> None:
+        """One more."""
+        self._counts[bisect_left(self._bounds, seconds)] += 1
+        self._sum_seconds += seconds
+
+    def collect(self) -> Iterator[Metric]:
+        """As the library writes a histogram."""
+        ends = (*map(floatToGoString, self._bounds), "+Inf")
+        buckets = list(zip(ends, accumulate(list(self._counts)), strict=True))
+        yield HistogramMetricFamily(self._name, self._text, buckets=buckets, sum_value=self._sum_seconds)
 
 
 class SequenceTimer:
@@ -245,6 +296,7 @@ class SequenceTimer:
         self.outcome: str | None = None
         self.num_tokens = 0
         metrics.prompt_tokens.inc(num_prompt_tokens)
+        metrics.request_prompt_tokens.observe(num_prompt_tokens)
         metrics.by_adapter.began(adapter, num_prompt_tokens)
 
     @property
@@ -254,8 +306,10 @@ class SequenceTimer:
 
     def token(self) -> None:
         """A token arrived."""
-        self._last = time.perf_counter()
-        if self._first is None:
+        before, self._last = self._last, time.perf_counter()
+        if self._first is not None:
+            self._metrics.inter_token.observe(self._last - before)
+        else:
             self._first = self._last
             self._metrics.time_to_first_token.observe(self._first - self._started)
             self._metrics.by_adapter.first_token(self._adapter)
@@ -273,6 +327,7 @@ class SequenceTimer:
         metrics = self._metrics
         metrics.requests.labels(outcome).inc()
         metrics.generation_tokens.inc(self.num_tokens)
+        metrics.request_generation_tokens.observe(self.num_tokens)
         metrics.by_adapter.ended(self._adapter, outcome, self.num_tokens, had_token=self._first is not None)
         if self._first is not None and self.num_tokens > 1:
             metrics.time_per_output_token.observe((self._last - self._first) / (self.num_tokens - 1))

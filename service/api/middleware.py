@@ -66,8 +66,10 @@ class EntryMiddleware:
         metrics: Metrics,
         body_rule: Callable[[str, str], BodyRule],
         budget: BodyBudget,
+        root_path: str = "",
     ) -> None:
         self._app = app
+        self._root_path = root_path
         self._access = access
         self._metrics = metrics
         self._body_rule = body_rule
@@ -81,6 +83,9 @@ class EntryMiddleware:
         # A HEAD is answered as the GET that it asks about, but for the body, which the HTTP server leaves out.
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
         inner = {**scope, "method": method, "query_string": without_inert(scope["query_string"])}
+        # Here, before anybody looks at the path: what a key is for goes by the same one as the routes.
+        if self._root_path and scope["path"].startswith(f"{self._root_path}/"):
+            inner["path"] = scope["path"][len(self._root_path) :]
         try:
             await self._pass(inner, visit)
         except ClientDisconnect:

@@ -7,6 +7,7 @@ from threading import Lock
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.openapi.utils import get_openapi
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -19,8 +20,9 @@ from service.api.threads import in_turn
 from service.version import server_version
 
 
-def serve_openapi(app: FastAPI, access: Access | None) -> None:
-    """Have `app` tell its schema, in the place of FastAPI's own way to. `access` is None where no key is needed."""
+def serve_openapi(app: FastAPI, access: Access | None, root_path: str = "") -> None:
+    """Have `app` tell its schema, in the place of FastAPI's own way to, and show it at /docs. `access` is None where no
+    key is needed; `root_path` stands before all paths for clients."""
     lock, written = Lock(), list[bytes]()
 
     def build() -> dict[str, Any]:
@@ -31,6 +33,8 @@ def serve_openapi(app: FastAPI, access: Access | None) -> None:
                 chunk = model.model_json_schema(ref_template="#/components/schemas/{model}")
                 chunks |= {**chunk.pop("$defs", {}), model.__name__: chunk}
             finish(schema, access=access, chunks=chunks)
+            if root_path:
+                schema["servers"] = [{"url": root_path}]
             app.openapi_schema = schema
         return app.openapi_schema
 
@@ -49,3 +53,9 @@ def serve_openapi(app: FastAPI, access: Access | None) -> None:
     (own,) = (route for route in app.routes if getattr(route, "path", None) == path)
     app.routes.remove(own)
     app.add_route(path, send, include_in_schema=False)
+    docs = get_swagger_ui_html(openapi_url=f"{root_path}{path}", title=f"{app.title} - Swagger UI")
+
+    async def show(_request: Request) -> Response:
+        return docs
+
+    app.add_route("/docs", show, include_in_schema=False)

@@ -152,6 +152,11 @@ async def chat_prompt(services: Services, target: Target, request: ChatRequest |
         names = left_out(request)
         if is_effort_idle(services, request, template.source, seen):
             names.append("reasoning_effort")
+        if lost := next((message for message in messages if message.is_lost_in(text)), None):
+            raise BadRequest(
+                f"The chat template does not show messages of the role {quoted(lost.role)!r}; send one that it knows.",
+                param="messages",
+            )
         if isinstance(request, TokenizeRequest):
             return text, PLAIN, ()
         reading = reading_of(services, request, template.source, text, writes_tools=writes_tools)

@@ -355,7 +355,8 @@ def test_log_probabilities_of_a_batch_are_bounded_together(full: Services, monke
     monkeypatch.setattr(batch, "MAX_HELD_LOGPROBS", 100)
     item = {"model": "tiny", "prompt": [1] * 29, "echo": True, "max_tokens": 1}
     items = [{**item, "logprobs": 3}, {**item, "logprobs": 0}, item, {**item, "logprobs": 1, "echo": False}]
-    first, *others = asyncio.run(batch.admit_all(full, CALLER, BatchRequest(items=[items[0], *items[1:], {}])))
+    body = BatchRequest(items=[items[0], *items[1:], {}])
+    first, *others = asyncio.run(batch.admit_all(full, CALLER, batch.parse_all(full, CALLER.tenant, body)))
     assert not isinstance(first, Exception)  # alone it may have as many as its prompt makes
     assert [isinstance(one, BadRequest) for one in others] == [True, False, True, True]
     assert "150 log probabilities" in str(others[0])

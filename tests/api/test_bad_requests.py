@@ -101,9 +101,9 @@ BAD_CHATS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "it must match"),
     ({"messages": None}, "messages", "valid list"),
     (
-        with_message(role="robot"),
+        with_message(role=""),
         "messages[0].role",
-        "'assistant', 'tool' or 'function'",
+        "it is empty; send at least 1 character",
     ),
     (with_message(content=None), "messages[0].content", "must be a text or a list of text parts"),
     (with_message(content=[]), "messages[0].content", "must be a text or a list of text parts"),

@@ -51,6 +51,7 @@ def strict(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -
         "max_batch_items": 4,
         "lora_path_root": root / "allowed",
         "adapter_row_bytes": 300_000,
+        "root_path": "/team/lora/",
         "cors_origins": "https://ui.example, http://localhost:3000",
     }
     with running_server(checkpoints.endless_base, root / "server", **settings) as running:
@@ -114,6 +115,17 @@ class TestKeys:
     def test_probes_may_ask_for_the_head_alone(self, strict: Server, anyone: httpx.Client, path: str) -> None:
         answer = anyone.head(f"{strict.url}{path}")
         assert (answer.status_code, answer.content) == (200, b"")
+
+    def test_a_path_below_the_root_is_the_same_path(self, strict: Server, anyone: httpx.Client) -> None:
+        url, reader = f"{strict.url}/team/lora", {"Authorization": "Bearer reader"}
+        assert anyone.get(f"{url}/v1/models").status_code == 401
+        assert anyone.get(f"{url}/v1/models", headers=reader).json() == strict.get("/v1/models").json()
+        assert anyone.post(f"{url}/v1/adapters", headers=reader).status_code == 403
+        assert anyone.get(f"{url}/health").status_code == 200
+        assert anyone.get(f"{url}/openapi.json").json()["servers"] == [{"url": "/team/lora"}]
+        assert "'/team/lora/openapi.json'" in anyone.get(f"{url}/docs").text
+        for path in ("/team/v1/models", "/team/loraxx/health", "/team/lora/team/lora/health"):
+            assert anyone.get(f"{strict.url}{path}", headers=reader).status_code == 404
 
     def test_the_head_alone_needs_the_key_that_the_whole_needs(self, strict: Server, anyone: httpx.Client) -> None:
         url = f"{strict.url}/v1/models"

@@ -380,6 +380,55 @@ class TestBatch:
         assert [one["error"]["code"] for one in got[5:]] == ["model_not_found", *["bad_request"] * 4]
         assert [one["error"]["param"] for one in got[5:8]] == ["model", "stream", "temperature"]
 
+    def test_several_conversations_are_one_answer(self, server: Server) -> None:
+        """vLLM's form: a choice for each, of the same adapter."""
+        chats = [CHAT, [{"role": "user", "content": "the cat"}], [*CHAT, {"role": "assistant", "content": "a"}, *CHAT]]
+        asked = {"model": "alpha", "return_token_ids": True, **GREEDY}
+        answer = server.post("/v1/chat/completions/batch", json={"messages": chats, **asked})
+        assert answer.status_code == 200, answer.text
+        alone = [server.post("/v1/chat/completions", json={"messages": chat, **asked}).json() for chat in chats]
+        wanted = [
+            {**one["choices"][0], "index": index, "prompt_token_ids": one["prompt_token_ids"]}
+            for index, one in enumerate(alone)
+        ]
+        assert answer.json()["choices"] == wanted
+        assert answer.json()["object"] == "chat.completion"
+        assert answer.json()["usage"]["total_tokens"] == sum(one["usage"]["total_tokens"] for one in alone)
+        for change, param in (
+            ({"stream": True}, "stream"),
+            ({"n": 2}, "n"),
+            ({"messages": []}, "messages"),
+            ({"messages": CHAT}, "messages[0]"),
+            ({"messages": [CHAT, []]}, "messages[1]"),
+            ({"messages": [CHAT, [{"role": "user"}]]}, "messages[1][0].content"),
+        ):
+            refused = server.post("/v1/chat/completions/batch", json={"messages": chats, **asked, **change})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+        unknown = server.post("/v1/chat/completions/batch", json={"messages": chats, "model": "nobody"})
+        assert unknown.status_code == 404
+        many = server.post("/v1/chat/completions/batch", json={"messages": [CHAT] * 257})
+        assert (many.status_code, many.json()["error"]["param"]) == (413, "messages")
+
+    def test_a_role_of_one_s_own_is_what_the_template_makes_of_it(
+        self, server: Server, checkpoints: Checkpoints
+    ) -> None:
+        chat = [{"role": "critic", "content": "the cat"}]
+        asked = {"messages": chat, "add_generation_prompt": False}
+        tokens = server.post("/tokenize", json=asked).json()["tokens"]
+        prompt = server.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
+        assert "critic" in prompt
+        assert "the cat" in prompt
+        template = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}"
+        parts = parts_of(checkpoints.spare) | {"chat_template": ("chat_template.jinja", template.encode())}
+        server.http.put(f"{server.url}/v1/adapters/users-only", files=parts).raise_for_status()
+        try:
+            body = {"model": "users-only", "messages": [*CHAT, *chat], "max_tokens": 1}
+            refused = server.post("/v1/chat/completions", json=body)
+            assert refused.status_code == 400
+            assert "does not show messages of the role 'critic'" in refused.json()["error"]["message"]
+        finally:
+            server.http.delete(f"{server.url}/v1/adapters/users-only")
+
     def test_too_many_items_are_too_large(self, server: Server) -> None:
         answer = server.post("/v1/completions/batch", json={"items": [{}] * 257})
         assert answer.status_code == 413

@@ -65,6 +65,7 @@ def check_answer(openapi: dict[str, Any], method: str, path: str, answer: Any, d
 STATUSES: dict[str, tuple[str, str]] = {
     "post /v1/chat/completions": ("200 400 404 413 429 500 503", "401 403"),
     "post /v1/completions": ("200 400 404 413 429 500 503", "401 403"),
+    "post /v1/chat/completions/batch": ("200 400 404 413 429 500 503", "401 403"),
     "post /v1/completions/batch": ("200 400 413 429 503", "401 403"),
     "post /v1/responses": ("200 400 404 413 429 500 503", "401 403"),
     "post /v1/embeddings": ("200 400 404 413 429 500 503", "401 403"),
@@ -91,6 +92,7 @@ STATUSES: dict[str, tuple[str, str]] = {
     "post /ping": ("200 413 503", ""),
     "get /ready": ("200 503", ""),
     "get /version": ("200", ""),
+    "get /load": ("200", "401"),
     "get /metrics": ("200 400 429", "401"),
 }
 
@@ -278,6 +280,55 @@ class TestMetrics:
         after = [now - then for now, then in zip(counts(), before, strict=True)]
         assert after == [2, 2 * usage["prompt_tokens"], usage["completion_tokens"]] == [2, 6, 10]
 
+    def test_vllm_s_names_tell_the_same(self, server: Server) -> None:
+        """For dashboards: its names, labels and bounds."""
+        body = {"prompt": "xyz", "max_tokens": 5, "ignore_eos": True}
+        assert server.post("/v1/completions", json=body).status_code == 200
+        samples = {
+            (one.name, *(one.labels.get(name) for name in ("finished_reason", "le", "outcome"))): one
+            for family in text_string_to_metric_families(server.get("/metrics").text)
+            for one in family.samples
+            if not one.labels.get("adapter")
+        }
+
+        def value(name: str, *labels: str | None) -> float:
+            return samples[name, *(labels or (None, None, None))].value
+
+        for theirs, own in (
+            ("num_requests_running", "num_requests_running"),
+            ("num_requests_waiting", "num_requests_waiting"),
+            ("prompt_tokens_total", "all_prompt_tokens_total"),
+            ("generation_tokens_total", "all_generation_tokens_total"),
+            ("num_preemptions_total", "preemptions_total"),
+            ("time_to_first_token_seconds_sum", "time_to_first_token_seconds_sum"),
+            ("request_time_per_output_token_seconds_count", "time_per_output_token_seconds_count"),
+            ("e2e_request_latency_seconds_count", "request_seconds_count"),
+            ("request_prompt_tokens_sum", "all_prompt_tokens_total"),
+            ("iteration_tokens_total_count", "step_tokens_count"),
+        ):
+            assert value(f"vllm:{theirs}") == value(f"multilora_{own}"), theirs
+            labels = samples[f"vllm:{theirs}", None, None, None].labels
+            assert (labels["model_name"], labels["engine"]) == (BASE, "0")
+        ended = value("vllm:request_success_total", "length", None, None)
+        assert ended == value("multilora_all_requests_total", None, None, "length") > 0
+        assert value("vllm:kv_cache_usage_perc") == value("multilora_kv_blocks_used") / value(
+            "multilora_kv_blocks_total"
+        )
+        gaps = value("vllm:inter_token_latency_seconds_count")
+        assert gaps == value("vllm:time_per_output_token_seconds_count") >= 4
+        assert gaps == value("vllm:inter_token_latency_seconds_bucket", None, "+Inf", None)
+        for name, bound in (
+            ("time_to_first_token", "0.04"),
+            ("inter_token_latency", "0.025"),
+            ("e2e_request_latency", "0.3"),
+        ):
+            assert value(f"vllm:{name}_seconds_bucket", None, bound, None) >= 0
+        config = samples["vllm:cache_config_info", None, None, None].labels
+        assert (config["block_size"], int(config["num_gpu_blocks"])) == ("16", value("multilora_kv_blocks_total"))
+
+    def test_the_load_is_what_has_not_ended(self, server: Server) -> None:
+        assert server.get("/load").json() == {"server_load": server.metric("num_requests_open")}
+
     def test_steps_caches_and_times_are_there(self, server: Server) -> None:
         items = [{"model": name, "prompt": "the", "max_tokens": 12} for name in (BASE, *ADAPTERS)]
         assert server.post("/v1/completions/batch", json={"items": items}).status_code == 200
@@ -445,7 +496,7 @@ class TestSettings:
 
     @pytest.mark.parametrize(
         ("given", "words"),
-        [({"port": 99999}, "--port"), ({"bogus": 1}, "--bogus"), ({"max_batch_items": 1000}, "max_batch_items")],
+        [({"port": 99999}, "--port"), ({"bogus": 1}, "--bogus"), ({"max_batch_items": 5000}, "max_batch_items")],
     )
     def test_a_wrong_one_is_named(self, given: dict[str, Any], words: str) -> None:
         with pytest.raises(SettingsError, match=words):
