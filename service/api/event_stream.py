@@ -109,7 +109,7 @@ class EventStream(Response):
         try:
             await self._tell(send, self._chunks.first())
             self._job.listen(self._take_news)
-            while not self._is_gone and not self._job.is_told:
+            while not self._is_gone and not (self._job.is_told and self._long is None):
                 self._news.clear()
                 while not self._is_gone and (news := self._poll()) is not None:
                     await self._tell(send, await self._added(*news))

@@ -212,8 +212,8 @@ class TestRefusals:
             ({"truncation": "auto"}, "truncation"),
             ({"prompt": {"id": "p"}}, "prompt"),
             ({"include": ["web_search_call.results"]}, "include[0]"),
-            ({"reasoning": {"summary": "auto"}}, "reasoning.summary"),
-            ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
+            ({"reasoning": {"summary": "long"}}, "reasoning.summary"),
+            ({"reasoning": {"effort": "deep"}}, "reasoning.effort"),
             ({"reasoning": {"mode": "pro"}}, "reasoning.mode"),
             ({"text": {"verbosity": "low"}}, "text.verbosity"),
             ({"max_output_tokens": 0}, "max_output_tokens"),
@@ -233,7 +233,7 @@ class TestRefusals:
             ({"input": [{"type": "function_call", "call_id": "c", "arguments": "{}"}]}, "input[0].name"),
             ({"input": [{"role": "user"}]}, "input[0].content"),
             ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, None),
-            ({"tools": [{"type": "web_search"}]}, None),
+            ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, None),
             ({"lora_path": "alpha"}, "lora_path"),
         ],
         ids=str,
@@ -346,7 +346,7 @@ class TestTools:
     @pytest.mark.parametrize(
         ("fields", "param"),
         [
-            ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+            ({"tools": [{"type": "functions", "name": "f", "parameters": {}}]}, "tools[0].type"),
             ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
             ({"tools": [{"type": "function", "name": "f", "parameters": []}]}, "tools[0].parameters"),
             ({"tools": [{"type": "function"}]}, "tools[0].name"),
