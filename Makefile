@@ -24,10 +24,9 @@ PYTEST := $(BIN)/python -m pytest --timeout 900 --tier $(TIER)
 serve: $(VENV)/.runtime
 	$(BIN)/multilora serve $(ARGS)
 
+# Two parts at a time, so that no core waits for the last test of one; each prints when it ends, and stops no other.
 test: $(VENV)/.dev
-	@failed=; for suite in test-service test-ops test-ascend; do \
-		$(MAKE) --no-print-directory $$suite || failed="$$failed $$suite"; \
-	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
+	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target test-ascend test-service test-ops
 
 # The tests that `make test` leaves out: all model families, all examples of Hypothesis, clients, Ray, the browser,
 # processes killed at random, hostile input, and mutants of the Ascend kernels.

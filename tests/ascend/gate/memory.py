@@ -177,6 +177,7 @@ class MemRefType:
         return math.ceil(total * ELEMENT_BYTES[self.kind])
 
 
+@functools.lru_cache(maxsize=4096)
 def parse_type(text: str) -> MemRefType:
     """`memref<4x?xf32, strided<...>, #hivm.address_space<ub>>` -> MemRefType((4, None), "f32", "ub")."""
     shape, *rest = split_top(text[len("memref<") : -1])

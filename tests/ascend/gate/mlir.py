@@ -6,6 +6,7 @@ as text. Regions with several blocks (Ascend950 vector functions) are flattened,
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -184,8 +185,9 @@ class _Parser:
         return region
 
 
+@functools.lru_cache(maxsize=8)
 def parse(text: str) -> tuple[Op, dict[str, str]]:
-    """The module op, and the text of each named affine map (`#map3` -> `(d0) -> (d0 + 1)`)."""
+    """The module op, and the text of each named affine map (`#map3` -> `(d0) -> (d0 + 1)`). Both are read only."""
     maps: dict[str, str] = {}
     body: list[str] = []
     for line in text.splitlines():
