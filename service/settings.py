@@ -184,6 +184,11 @@ class Settings(BaseSettings):
         "requests from there says who the client is, and their connections have no share; default: none",
     )
     max_batch_items: int = Field(256, ge=1, description="most items of one POST /v1/completions/batch")
+    max_logprobs: int = Field(
+        20,
+        ge=-1,
+        description="most alternatives of a token in `logprobs`, `top_logprobs`, `prompt_logprobs`; -1: all tokens",
+    )
     max_choices: int = Field(16, ge=1, description="largest `n` of a request")
     max_body_bytes: Size = Field(ByteSize(16 * MIB), description="largest JSON request body")
     max_buffered_bytes: Size = Field(

@@ -23,7 +23,7 @@ def sample(shapes: ProbeShapes, place: Place) -> Prepared:
     vocab = shapes.vocab_size
     penalties = {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2}
     rows = [
-        _row(0, {"temperature": 0.0}, num_top=3),
+        _row(0, {"temperature": 0.0}, num_top=3, scored=(vocab - 1, 0)),
         _row(2, {"top_k": 20, "top_p": 0.9}, bias={vocab - 1: 9.0}, num_top=0),
         _row(3, {"temperature": 0.7, "min_p": 0.05} | penalties, slot=2),
         _row(4, {"temperature": 0.0} | penalties, slot=0, barred=[0, vocab // 2]),
@@ -66,16 +66,18 @@ def _prepared(rows: list[RowSampling], given: list[GivenRow], vocab: int, place:
     state = ops.new_state(_NUM_SLOTS, vocab, place.device)
     slots = [row.slot for row in rows if row.slot >= 0]
     columns = torch.arange(vocab, device=place.device)
-    num_told = asked.facts.num_given + asked.facts.num_chosen
+    facts = asked.facts
+    num_floats = (facts.num_given + facts.num_chosen) * (1 + facts.num_top) + facts.num_chosen * facts.num_scored
 
     def call() -> tuple[torch.Tensor, ...]:
         for slot in slots:
             state.reset(slot, [1, 2, vocab - 1], [2, 3, 3])
         sampled = ops.sample(logits.clone(), maps, state)
-        told = sampled.packed[asked.facts.num_rows :]
-        floats, top_tokens = told.tensor_split([num_told * (1 + asked.facts.num_top)])
+        told = sampled.packed[facts.num_rows :]
+        floats, top_tokens, ranks = told.tensor_split([num_floats, len(told) - facts.num_given])
         counts = [count.float() for slot in slots for count in state.counts(slot)]
         tokens = torch.cat((sampled.token_ids, top_tokens.long()))
-        return ((tokens[:, None] == columns).float(), floats.clone().view(torch.float32), *counts)
+        ranked = (ranks.long()[:, None] == columns + 1).float()
+        return ((tokens[:, None] == columns).float(), ranked, floats.clone().view(torch.float32), *counts)
 
     return call

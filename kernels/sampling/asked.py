@@ -45,6 +45,7 @@ class RowSampling:
     mask         int32 [ceil(vocab / 32)], `mask_of(allowed tokens)`; None allows all; `MASK_FOLLOWS` in all rows with a
                  mask where the caller makes `masks` itself, later than the other arrays
     num_top      log probabilities are wanted of the chosen token and of so many of the most likely; None: of none
+    scored       and of these tokens; only with a `num_top`
     """
 
     logits_row: int
@@ -56,11 +57,13 @@ class RowSampling:
     barred: Collection[int] = ()
     mask: np.ndarray | None = None
     num_top: int | None = None
+    scored: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class GivenRow:
-    """A row of the logits whose token is known, one of a prompt: its log probability and the `num_top` largest."""
+    """A row of the logits whose token is known, one of a prompt: its log probability and rank, and the `num_top`
+    largest."""
 
     logits_row: int
     token_id: int
@@ -102,6 +105,10 @@ class Asked:
             arrays.given_tokens.put([entry.token_id for entry in self.given])
         if facts.num_chosen:
             arrays.chosen.put([i for i, row in enumerate(rows) if row.num_top is not None])
+        if facts.num_scored:
+            chosen = (row for row in rows if row.num_top is not None)
+            padding = (0,) * facts.num_scored
+            arrays.scored.put([token for row in chosen for token in (row.scored + padding)[: facts.num_scored]])
 
     def _fill_penalised(self, arrays: SamplingArrays[HostArray]) -> None:
         is_penalised = uses_penalties(self.matrix)
@@ -157,6 +164,7 @@ def ask(
         num_given=len(given),
         num_chosen=len(num_tops),
         num_top=min(max([*num_tops, *(entry.num_top for entry in given)], default=0), vocab),
+        num_scored=max((len(row.scored) for row in rows if row.num_top is not None), default=0),
     )
     return Asked(tuple(rows), tuple(given), facts, wishes.matrix)
 

@@ -33,6 +33,7 @@ class SamplingFacts:
     num_given, num_chosen
                     rows whose log probabilities are wanted: of a given token, of the chosen one
     num_top         most likely tokens that are told of each of these
+    num_scored      tokens by id whose log probabilities are told of each row with a chosen one
     """
 
     num_logits: int
@@ -49,6 +50,7 @@ class SamplingFacts:
     num_given: int
     num_chosen: int
     num_top: int
+    num_scored: int = 0
 
     @property
     def is_largest_only(self) -> bool:
@@ -81,6 +83,7 @@ class SamplingArrays(Generic[Array]):
     mask_bits     1 << bit
     given, given_tokens  rows of the logits, and tokens whose log probabilities are wanted
     chosen        rows whose token's log probability is wanted
+    scored        tokens whose log probabilities are wanted of each of these, one row after the other
     """
 
     rows: Array = field(metadata=declared(np.int64, lambda facts: (facts.num_rows,)))
@@ -96,6 +99,7 @@ class SamplingArrays(Generic[Array]):
     given: Array = field(metadata=declared(np.int64, lambda facts: (facts.num_given,)))
     given_tokens: Array = field(metadata=declared(np.int64, lambda facts: (facts.num_given,)))
     chosen: Array = field(metadata=declared(np.int64, lambda facts: (facts.num_chosen,)))
+    scored: Array = field(metadata=declared(np.int64, lambda facts: (facts.num_chosen * facts.num_scored,)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

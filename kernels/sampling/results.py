@@ -19,7 +19,8 @@ class Sampled:
 
     token_ids  int64 [num_rows]; -1 where the logits have no largest value that is finite
     packed     int32 1-D for `read`: tokens; then, for the rows with a given token and after these the rows whose chosen
-               token is meant, all log probabilities, all values of the most likely tokens, all these tokens
+               token is meant, all log probabilities, and all of the scored tokens of the latter; all values of the most
+               likely tokens, all these tokens; all ranks of given tokens
     """
 
     token_ids: torch.Tensor
@@ -40,10 +41,16 @@ def pack(token_ids: torch.Tensor, logprobs: torch.Tensor | None, maps: SamplingM
         asked = [maps.given_tokens] if maps.facts.num_given else []
         if maps.facts.num_chosen:
             asked.append(token_ids.index_select(0, maps.chosen).clamp(min=0))
-        parts.append(_bits(logprobs.gather(1, torch.cat(asked)[:, None])))
+        of_asked = logprobs.gather(1, torch.cat(asked)[:, None])
+        parts.append(_bits(of_asked))
+        num_given = maps.facts.num_given
+        if maps.facts.num_scored:
+            parts.append(_bits(logprobs[num_given:].gather(1, maps.scored.view(-1, maps.facts.num_scored))))
         if maps.facts.num_top:
             values, top_tokens = logprobs.topk(maps.facts.num_top, dim=-1)
             parts += [_bits(values), top_tokens.to(torch.int32).reshape(-1)]
+        if num_given:
+            parts.append((logprobs[:num_given] >= of_asked[:num_given]).sum(-1, dtype=torch.int32))
     return Sampled(token_ids, torch.cat(parts) if len(parts) > 1 else parts[0])
 
 
@@ -58,10 +65,17 @@ def read(packed: np.ndarray, asked: Asked) -> tuple[list[Choice], list[ScoredTok
         return [Choice(token) for token in tokens], []
     num_told, rest = facts.num_given + facts.num_chosen, packed[facts.num_rows :]
     logprobs = rest[:num_told].view(np.float32).tolist()
-    values, top_tokens = rest[num_told:].reshape(2, num_told, facts.num_top)
+    end_of_scored = num_told + facts.num_chosen * facts.num_scored
+    scored = rest[num_told:end_of_scored].view(np.float32).reshape(facts.num_chosen, facts.num_scored).tolist()
+    end_of_tops = end_of_scored + 2 * num_told * facts.num_top
+    ranks = rest[end_of_tops:].tolist()
+    values, top_tokens = rest[end_of_scored:end_of_tops].reshape(2, num_told, facts.num_top)
     pairs = zip(top_tokens.tolist(), values.view(np.float32).tolist(), strict=True)
     tops = [tuple(zip(ids, row, strict=True)) for ids, row in pairs]
-    given = [ScoredToken(entry.token_id, logprobs[i], tops[i][: entry.num_top]) for i, entry in enumerate(asked.given)]
+    given = [
+        ScoredToken(entry.token_id, logprobs[i], tops[i][: entry.num_top], ranks[i])
+        for i, entry in enumerate(asked.given)
+    ]
     told = iter(range(facts.num_given, num_told))
     choices = []
     for token, row in zip(tokens, asked.rows, strict=True):
@@ -69,7 +83,9 @@ def read(packed: np.ndarray, asked: Asked) -> tuple[list[Choice], list[ScoredTok
         if token is None or place is None:
             choices.append(Choice(token))
         else:
-            choices.append(Choice(token, ScoredToken(token, logprobs[place], tops[place][: row.num_top])))
+            named = zip(row.scored, scored[place - facts.num_given], strict=False)
+            top = (*tops[place][: row.num_top], *named)
+            choices.append(Choice(token, ScoredToken(token, logprobs[place], top)))
     return choices, given
 
 

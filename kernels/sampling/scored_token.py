@@ -6,8 +6,10 @@ from typing import NamedTuple
 
 
 class ScoredToken(NamedTuple):
-    """Log probability of one token, and the most likely ones with theirs, most likely first."""
+    """Log probability of one token, and others with theirs: the most likely ones, most likely first, or those that were
+    asked for by id. rank: how many tokens are at least as likely, itself among them; 0: not counted."""
 
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0

@@ -38,12 +38,20 @@ class ErrorResponse(Response):
     error: ErrorDetail
 
 
+class CompletionTokensDetails(Response):
+    """Of a chat's answers: `reasoning_tokens` are those of what the model thought."""
+
+    reasoning_tokens: int
+
+
 class Usage(Response):
     """Token counts."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: None = None
+    completion_tokens_details: CompletionTokensDetails | None = None
 
 
 class Embedding(Response):

@@ -90,6 +90,8 @@ class ChatAnswer:
     def _written(self, pieces: Sequence[Piece]) -> dict[str, Any]:
         choices = [self._whole_choice(index, piece) for index, piece in enumerate(pieces)]
         answer = {**self._head("chat.completion"), "choices": choices, "usage": self._usage()}
+        # As vLLM has it, these two are there whether they are asked for or not.
+        answer["prompt_logprobs"] = answer["prompt_token_ids"] = None
         num_top, entries = self._request.prompt_logprobs, pieces[0].prompt_logprobs
         if num_top is not None and entries is not None:
             answer["prompt_logprobs"] = prompt_logprobs(self._services.tokenizer, entries, num_top)
@@ -112,11 +114,13 @@ class ChatAnswer:
         """The chunks of a piece, possibly none."""
         if not self._is_text_alone or piece.logprobs or piece.finish_reason is not None:
             return self.chunks(index, piece)
+        deltas = self._speakers[index].deltas(piece.text, is_last=False)
+        self._speakers[index].count(piece.text_offsets)
         return [
             self._text_event(index, delta["content"])
             if "content" in delta
             else self._chunk(self._choice(index, piece, delta=delta))
-            for delta in self._speakers[index].deltas(piece.text, is_last=False)
+            for delta in deltas
         ]
 
     def chunks(self, index: int, piece: Piece) -> Iterator[dict[str, Any]]:
@@ -151,16 +155,16 @@ class ChatAnswer:
         }
 
     def _whole_choice(self, index: int, piece: Piece) -> dict[str, Any]:
-        return self._choice(
-            index,
-            piece,
-            message=self._speakers[index].message(piece.text, self._echoed, is_cut=piece.finish_reason == "length"),
-        )
+        speaker = self._speakers[index]
+        message = speaker.message(piece.text, self._echoed, is_cut=piece.finish_reason == "length")
+        speaker.count(piece.text_offsets)
+        return {"token_ids": None, **self._choice(index, piece, message=message)}
 
     def _chunk_choices(self, index: int, piece: Piece) -> Iterator[dict[str, Any]]:
         """What a piece brings, of which only the last part may end the choice and has what is counted in tokens."""
         reason = piece.finish_reason
         deltas = self._speakers[index].deltas(piece.text, is_last=reason is not None, is_cut=reason == "length")
+        self._speakers[index].count(piece.text_offsets)
         for delta in deltas[:-1]:
             yield self._choice(index, Piece(), delta=delta)
         if deltas or piece.finish_reason or piece.logprobs or self._request.return_token_ids:
@@ -171,7 +175,7 @@ class ChatAnswer:
         choice: dict[str, Any] = {
             "index": index,
             **said,
-            "logprobs": chat_logprobs(self._services.tokenizer, self._names, piece) if wanted else None,
+            "logprobs": self._logprobs(piece) if wanted else None,
             "finish_reason": self._speakers[index].finish_reason(piece.finish_reason),
         }
         if piece.stop_reason is not None:
@@ -180,11 +184,19 @@ class ChatAnswer:
             choice["token_ids"] = piece.token_ids
         return choice
 
-    def _usage(self) -> dict[str, int]:
+    def _logprobs(self, piece: Piece) -> dict[str, Any]:
+        with_chosen = bool(self._request.logprob_token_ids)
+        return chat_logprobs(self._services.tokenizer, self._names, piece, with_chosen=with_chosen)
+
+    def _usage(self) -> dict[str, Any]:
         num_prompt = self.job.runs[0].num_prompt_tokens
         num_completion = self.job.num_completion_tokens
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_completion,
             "total_tokens": num_prompt + num_completion,
+            "prompt_tokens_details": None,
+            "completion_tokens_details": {
+                "reasoning_tokens": sum(speaker.num_reasoning_tokens for speaker in self._speakers)
+            },
         }

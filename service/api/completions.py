@@ -87,8 +87,10 @@ class CompletionAnswer:
         return await off_loop(partial(self._written, pieces), size_chars=cost_chars(pieces))
 
     def _written(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        # As vLLM has it, these are there whether they are asked for or not.
+        unasked = {"prompt_logprobs": None, "token_ids": None, "prompt_token_ids": None}
         choices = [
-            self._choice(index, plan, piece, first=True)
+            {**unasked, **self._choice(index, plan, piece, first=True)}
             for index, (plan, piece) in enumerate(zip(self.job.plans, pieces, strict=True))
         ]
         return {**self._head, "choices": choices, "usage": self._usage()}
@@ -159,7 +161,7 @@ class CompletionAnswer:
         before = echoed_logprobs(tokenizer, names, plan.prompt, entries, skip_special_tokens=is_text)
         return join_columns(before, columns)
 
-    def _usage(self) -> dict[str, int]:
+    def _usage(self) -> dict[str, int | None]:
         num_choices = self._request.n or 1
         num_prompt = sum(run.num_prompt_tokens for run in self.job.runs[::num_choices])
         num_completion = self.job.num_completion_tokens
@@ -167,6 +169,7 @@ class CompletionAnswer:
             "prompt_tokens": num_prompt,
             "completion_tokens": num_completion,
             "total_tokens": num_prompt + num_completion,
+            "prompt_tokens_details": None,
         }
 
 

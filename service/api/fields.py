@@ -120,7 +120,6 @@ GENERATION_FIELDS = _table(
     # How the answer is written.
     _refused("spaces_between_special_tokens", neutral=(True,)),
     _refused("stream_interval", neutral=(1,)),
-    _refused("logprob_token_ids"),
     _refused("sampling_logprobs_mode"),
     _refused("return_prompt_token_ids", neutral=(False,), advice="send `return_token_ids`"),
     _refused("return_prompt_text", "return_token_offsets", "return_weight_versions", neutral=(False,)),

@@ -19,10 +19,10 @@ class CompletionLogprobs(Response):
 
 
 class PromptLogprob(Response):
-    """Of a prompt's token or an alternative. `rank` among the alternatives, from 1; null for a token that is none."""
+    """Of a prompt's token or an alternative. `rank` among all tokens, from 1."""
 
     logprob: float
-    rank: int | None
+    rank: int
     decoded_token: str
 
 
@@ -93,10 +93,11 @@ class ToolCall(Response):
 
 class AssistantMessage(Response):
     """What the model said. `content` is null where it only thought or called; `reasoning_content` is what it thought
-    before it spoke."""
+    before it spoke, and `reasoning` the same."""
 
     role: Literal["assistant"]
     content: str | None
+    reasoning: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None
 
@@ -151,6 +152,7 @@ class ChatDelta(Response):
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[ToolCallDelta] | None = None
 

@@ -58,14 +58,15 @@ def echoed_logprobs(
 def prompt_logprobs(
     tokenizer: TextTokenizer, entries: Sequence[ScoredToken | None], num_top: int
 ) -> list[dict[str, Any] | None]:
-    """vLLM's shape for the prompt: of each token its log probability and those of `num_top` alternatives, by id."""
+    """vLLM's shape for the prompt: of each token its log probability and those of `num_top` alternatives (-1: all),
+    by id."""
     return [None if entry is None else _by_id(tokenizer, entry, num_top) for entry in entries]
 
 
 def first_alternatives(entries: Sequence[ScoredToken | None], num_top: int) -> list[ScoredToken | None]:
     """The entries with at most so many alternatives, where the engine was asked for more."""
     return [
-        entry if entry is None or len(entry.top) <= num_top else entry._replace(top=entry.top[:num_top])
+        entry if entry is None or not 0 <= num_top < len(entry.top) else entry._replace(top=entry.top[:num_top])
         for entry in entries
     ]
 
@@ -84,11 +85,16 @@ def join_columns(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any
     return {name: first[name] + second[name] for name in first}
 
 
-def chat_logprobs(tokenizer: TextTokenizer, names: TokenNames, piece: Piece) -> dict[str, Any]:
-    """The chat shape for the tokens of a piece."""
+def chat_logprobs(
+    tokenizer: TextTokenizer, names: TokenNames, piece: Piece, *, with_chosen: bool = False
+) -> dict[str, Any]:
+    """The chat shape for the tokens of a piece. `with_chosen`: each is among its alternatives, whatever these are."""
     content = []
     for entry in piece.logprobs:
-        top = [_chat_token(tokenizer, names, token_id, logprob) for token_id, logprob in entry.top]
+        named = dict(entry.top)
+        if with_chosen:  # first, as vLLM has it
+            named = {entry.token_id: entry.logprob} | named
+        top = [_chat_token(tokenizer, names, token_id, logprob) for token_id, logprob in named.items()]
         content.append({**_chat_token(tokenizer, names, entry.token_id, entry.logprob), "top_logprobs": top})
     return {"content": content}
 
@@ -116,11 +122,11 @@ def _no_probability(token_id: int) -> ScoredToken:
 
 def _by_id(tokenizer: TextTokenizer, entry: ScoredToken, num_top: int) -> dict[str, Any]:
     ranks = {token_id: rank for rank, (token_id, _) in enumerate(entry.top, start=1)}
-    shown = dict(entry.top[:num_top]) | {entry.token_id: entry.logprob}
+    shown = dict(entry.top if num_top < 0 else entry.top[:num_top]) | {entry.token_id: entry.logprob}
     return {
         str(token_id): {
             "logprob": max(logprob, LOWEST_LOGPROB),
-            "rank": ranks.get(token_id),
+            "rank": ranks.get(token_id, entry.rank),
             "decoded_token": tokenizer.token_text(token_id),
         }
         for token_id, logprob in shown.items()

@@ -63,6 +63,7 @@ def plan_sequences(
             defaults=services.sampling_defaults,
             lists=lists,
             grammar=grammar,
+            max_logprobs=services.settings.max_logprobs,
         )
         for index in range(request.n or 1):
             plans.append(
@@ -90,7 +91,7 @@ def num_logprobs(plans: Sequence[Plan], *, with_answers: bool) -> int:
         if sampling.prompt_logprobs is not None:
             num += len(plan.prompt.token_ids) * (sampling.prompt_logprobs + 1)
         if sampling.logprobs is not None and with_answers:
-            num += sampling.max_tokens * (sampling.logprobs + 1)
+            num += sampling.max_tokens * (sampling.logprobs + len(sampling.logprob_token_ids) + 1)
     return num
 
 

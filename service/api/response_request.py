@@ -16,7 +16,7 @@ from service.api.errors import ApiError, BadRequest, quoted
 from service.api.fields import RESPONSE_FIELDS, RESPONSE_REASONING_FIELDS, RESPONSE_TEXT_FIELDS, STREAM_FIELDS
 from service.api.off_loop import LONG_TEXT_CHARS
 from service.api.request_body import FIRST, Request, field_error
-from service.api.schemas import MAX_LOGPROBS, ChatRequest, Decoding
+from service.api.schemas import ChatRequest, Decoding
 from service.api.validation import bad_request
 from service.grammars.json_size import least_chars
 
@@ -121,7 +121,7 @@ class ResponsesRequest(Decoding):
     include: Annotated[list[str], FIRST] | None = Field(
         None, description=f"`{_LOGPROBS}`: log probabilities of the answer's tokens"
     )
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
+    top_logprobs: Annotated[int, Field(ge=-1)] | None = Field(
         None, description="alternatives for each token, with log probabilities"
     )
     client_metadata: dict[str, Any] | None = Field(None, description="left out: what the client says of itself")

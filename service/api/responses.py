@@ -167,6 +167,6 @@ def _usage(chat: dict[str, Any]) -> dict[str, Any]:
         "input_tokens": chat["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
         "output_tokens": chat["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": chat["completion_tokens_details"],
         "total_tokens": chat["total_tokens"],
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from service.text.answer_reader import AnswerReader, Reading, Thought
@@ -23,6 +24,23 @@ class Speaker:
         self._reader = AnswerReader(reading, in_pieces=in_pieces)
         self._includes_thoughts, self._is_told = includes_thoughts, is_told
         self._num_calls = 0
+        self._num_thought = 0
+        self._offsets: list[int] = []  # of tokens of which it is not certain yet whether they are thoughts
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Tokens of the thoughts so far, without the marks around them."""
+        begin, end = self._reader.thought_chars
+        return self._num_thought + sum(begin <= offset and (end is None or offset < end) for offset in self._offsets)
+
+    def count(self, text_offsets: Sequence[int]) -> None:
+        """Tokens of the text that was read last, each with the characters of the answer before it."""
+        _, end = self._reader.thought_chars
+        if end is not None and not self._offsets and (not text_offsets or text_offsets[0] >= end):
+            return
+        self._offsets += text_offsets
+        if end is not None:
+            self._num_thought, self._offsets = self.num_reasoning_tokens, []
 
     def message(self, text: str, echoed: str = "", *, is_cut: bool = False) -> dict[str, Any]:
         """The whole answer; `echoed` stands before its words. `is_cut`: it ends though the model had not ended."""
@@ -38,7 +56,7 @@ class Speaker:
         content = "".join(words)
         message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls or thoughts else "")}
         if thoughts and self._includes_thoughts:
-            message["reasoning_content"] = "".join(thoughts)
+            message["reasoning"] = message["reasoning_content"] = "".join(thoughts)
         if calls:
             message["tool_calls"] = calls
         return message
@@ -60,7 +78,7 @@ class Speaker:
             elif isinstance(one, str):
                 deltas.append({"content": one})
             elif isinstance(one, Thought) and self._includes_thoughts:
-                deltas.append({"reasoning_content": one.text})
+                deltas.append({"reasoning": one.text, "reasoning_content": one.text})
         return deltas
 
     def finish_reason(self, reason: str | None) -> str | None:

@@ -56,6 +56,7 @@ def build_sampling(
     defaults: Mapping[str, float] = NEUTRAL,
     lists: TokenLists = TokenLists(),
     grammar: str | None = None,
+    max_logprobs: int = -1,
 ) -> Sampling:
     """What the engine is told. `eos_token_ids`, and an adapter's own, end the answer unless `ignore_eos`; those that
     the model cannot produce, which checkpoints may name, are left out. `grammar` is of `requested_grammar`. BadRequest
@@ -65,13 +66,13 @@ def build_sampling(
         raise BadRequest(
             f"min_tokens ({min_tokens}) is larger than max_tokens ({max_tokens}); lower it.", param="min_tokens"
         )
-    stop_token_ids = _checked_stop_ids(request, vocab_size)
+    stop_token_ids = _checked_ids(request, "stop_token_ids", vocab_size)
     if not request.ignore_eos:
         endings = (token_id for token_id in (*eos_token_ids, *own_eos_token_ids) if 0 <= token_id < vocab_size)
         stop_token_ids = tuple(dict.fromkeys((*stop_token_ids, *endings)))
     if not lists.leave_a_token(stop_token_ids if min_tokens else (), vocab_size):
         raise _no_token_left(request)
-    logprobs, prompt_logprobs = _logprobs(request)
+    logprobs, prompt_logprobs = _logprobs(request, vocab_size, max_logprobs)
     numbers = sampling_parameters(request, defaults)
     if numbers["top_p"] == 0:
         numbers["temperature"] = 0.0  # of equally likely tokens too the first one
@@ -88,6 +89,7 @@ def build_sampling(
         eos_token_ids=() if request.ignore_eos else own_eos_token_ids,
         logprobs=logprobs,
         prompt_logprobs=prompt_logprobs,
+        logprob_token_ids=_checked_ids(request, "logprob_token_ids", vocab_size),
         grammar=grammar,
     )
 
@@ -125,23 +127,46 @@ def stop_strings(request: Generation) -> tuple[str, ...]:
     return stop
 
 
-def _logprobs(request: CompletionRequest | ChatRequest) -> tuple[int | None, int | None]:
-    """Alternatives for (output tokens, prompt tokens); None means no log probabilities at all."""
+def _logprobs(
+    request: CompletionRequest | ChatRequest, vocab_size: int, max_logprobs: int
+) -> tuple[int | None, int | None]:
+    """Alternatives for (output tokens, prompt tokens); None means no log probabilities at all. BadRequest for more than
+    `max_logprobs`; -1 stands for all tokens, in both."""
+    limit = vocab_size if max_logprobs < 0 else max_logprobs
+
+    def wanted(name: str) -> int | None:
+        count: int | None = getattr(request, name, None)
+        most = vocab_size if count == -1 else count
+        if most is None or most <= limit:
+            return most
+        asked = "all tokens" if count == -1 else str(count)
+        raise BadRequest(
+            f"`{name}` asks for {asked}; it must be less than or equal to {limit} (--max-logprobs).", param=name
+        )
+
+    prompt = wanted("prompt_logprobs")
     if isinstance(request, ChatRequest):
-        return (request.top_logprobs or 0) if request.logprobs else None, request.prompt_logprobs
-    wanted = [request.logprobs if request.echo else None, request.prompt_logprobs]
-    # An answer of no tokens is the prompt alone, and the engine runs the prompt for its log probabilities.
-    wanted.append(0 if request.max_tokens == 0 else None)
-    return request.logprobs, max((count for count in wanted if count is not None), default=None)
+        count = (wanted("top_logprobs") or 0) if request.logprobs else None
+        has_logprobs = count is not None
+    else:
+        count = wanted("logprobs")
+        has_logprobs = count is not None
+        # An answer of no tokens is the prompt alone, and the engine runs the prompt for its log probabilities.
+        counts = [count if request.echo else None, prompt, 0 if request.max_tokens == 0 else None]
+        prompt = max((one for one in counts if one is not None), default=None)
+    if request.logprob_token_ids:
+        if not has_logprobs:
+            raise BadRequest("`logprob_token_ids` is only allowed with `logprobs`.", param="logprob_token_ids")
+        count = 0
+    return count, prompt
 
 
-def _checked_stop_ids(request: Generation, vocab_size: int) -> tuple[int, ...]:
-    for token_id in request.stop_token_ids or ():
+def _checked_ids(request: Generation, name: str, vocab_size: int) -> tuple[int, ...]:
+    token_ids = getattr(request, name) or ()
+    for token_id in token_ids:
         if token_id >= vocab_size:
-            raise BadRequest(
-                f"stop_token_ids holds {token_id}, but the vocabulary ends at {vocab_size - 1}.", param="stop_token_ids"
-            )
-    return tuple(request.stop_token_ids or ())
+            raise BadRequest(f"{name} holds {token_id}, but the vocabulary ends at {vocab_size - 1}.", param=name)
+    return tuple(token_ids)
 
 
 def _logit_bias(request: Generation, vocab_size: int) -> dict[int, float]:

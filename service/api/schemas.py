@@ -17,9 +17,8 @@ from service.api.fields import EMBEDDING_FIELDS, GENERATION_FIELDS, STREAM_FIELD
 from service.api.request_body import FIRST, Request, bounded, field_error, in_pieces, value_fault
 from service.api.response_formats import JsonSchema, ResponseFormat, StructuredOutputs
 from service.api.tools import MAX_TOOLS, ToolChoice, ToolList, check_tool_choice, check_tools
-from service.engine.messages import MAX_LOGIT_BIASES, MAX_STOP_TOKEN_IDS
+from service.engine.messages import MAX_LOGIT_BIASES, MAX_LOGPROB_TOKEN_IDS, MAX_STOP_TOKEN_IDS
 
-MAX_LOGPROBS = 20
 # Alternatives included, of one request, and of all answers of a payer that are not sent yet: 0.5 KB each.
 MAX_HELD_LOGPROBS = 1_000_000
 MAX_STOP_STRINGS = 32
@@ -169,10 +168,13 @@ class Generation(Decoding):
     return_tokens_as_token_ids: bool | None = Field(
         None, description="write the tokens of log probabilities as `token_id:<id>`"
     )
-    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
+    prompt_logprobs: Annotated[int, Field(ge=-1)] | None = Field(
         None,
-        description="log probabilities of the prompt's tokens, with so many alternatives, as vLLM writes them; a token "
-        "that is none of the alternatives has no `rank`; not with `stream`",
+        description="log probabilities of the prompt's tokens, with so many alternatives (-1: all tokens), as vLLM "
+        "writes them; not with `stream`",
+    )
+    logprob_token_ids: Annotated[list[TokenId], FIRST, Field(max_length=MAX_LOGPROB_TOKEN_IDS)] | None = Field(
+        None, description="with `logprobs`: the alternatives are these tokens and the one that is chosen"
     )
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, json_schema_extra={"not": {"const": 0}})] | None = Field(
         None, description="keep so many tokens of the prompt; -1: as many as fit beside the answer"
@@ -210,10 +212,10 @@ class CompletionRequest(Generation):
         description="a text, texts, token ids, or lists of token ids"
     )
     echo: bool | None = Field(None, description="begin the answer with the prompt")
-    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
+    logprobs: Annotated[int, Field(ge=-1)] | None = Field(
         None,
-        description="log probabilities, with so many alternatives; with `echo` of the prompt too, up to "
-        f"{MAX_HELD_LOGPROBS} in all",
+        description="log probabilities, with so many alternatives (-1: all tokens); with `echo` of the prompt "
+        f"too, up to {MAX_HELD_LOGPROBS} in all",
     )
 
 
@@ -226,8 +228,8 @@ class ChatRequest(Generation):
     )
     echo: bool | None = Field(None, description="begin the answer with the last message, if it is the assistant's")
     logprobs: bool | None = Field(None, description="log probabilities of the answer's tokens")
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = Field(
-        None, description="alternatives for each token; only with `logprobs`"
+    top_logprobs: Annotated[int, Field(ge=-1)] | None = Field(
+        None, description="alternatives for each token (-1: all tokens); only with `logprobs`"
     )
     reasoning_effort: str | None = Field(None, description=_REASONING_EFFORT)
     enable_thinking: bool | None = Field(

@@ -18,6 +18,7 @@ from kernels.sampling.scored_token import ScoredToken
 MIN_WEIGHT, MAX_WEIGHT = 0.01, 100.0
 # Of a request, in `Sampling`: gone through token by token in each of its steps. 300 is OpenAI's figure.
 MAX_LOGIT_BIASES = 300
+MAX_LOGPROB_TOKEN_IDS = 128
 MAX_STOP_TOKEN_IDS = 512
 MAX_ENDINGS = MAX_STOP_TOKEN_IDS + 512  # the model's own among them
 
@@ -26,7 +27,8 @@ class Sampling(Parameters, frozen=True, kw_only=True, omit_defaults=True):
     """How tokens are chosen; checked by the API before it is sent. Token counts in tokens.
 
     seed None = the engine draws one; logprobs None = none, n = the n most likely beside the chosen token;
-    prompt_logprobs likewise for the prompt (`echo`); logit_bias maps token id to an added logit; grammar is
+    prompt_logprobs likewise for the prompt (`echo`); logprob_token_ids have theirs beside the chosen token's, with
+    logprobs; logit_bias maps token id to an added logit; grammar is
     llguidance's, serialised, as `service.grammars.trial` gives it once it has been tried.
     allowed_tokens: bit t % 8 of byte t // 8 allows token t, and bytes that are missing allow none; empty = all.
     eos_token_ids: of the adapter, among the stop_token_ids; where a grammar lets the model's end the answer, these may.
@@ -44,6 +46,7 @@ class Sampling(Parameters, frozen=True, kw_only=True, omit_defaults=True):
     eos_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
     grammar: str | None = None
 
 

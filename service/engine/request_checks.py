@@ -14,7 +14,15 @@ from kernels.sampling.parameter_rows import row_of
 from kernels.sampling.parameters import PARAMETERS
 from service.engine.adapter_loads import LORA_IS_OFF
 from service.engine.compiled_grammars import NO_GRAMMARS
-from service.engine.messages import MAX_ENDINGS, MAX_LOGIT_BIASES, MAX_WEIGHT, MIN_WEIGHT, Sampling, Submit
+from service.engine.messages import (
+    MAX_ENDINGS,
+    MAX_LOGIT_BIASES,
+    MAX_LOGPROB_TOKEN_IDS,
+    MAX_WEIGHT,
+    MIN_WEIGHT,
+    Sampling,
+    Submit,
+)
 from service.engine.residency_parts import Rows
 from service.engine.sequence import Sequence
 
@@ -112,6 +120,8 @@ def _error_in_sampling(sampling: Sampling, capacity: Capacity) -> str | None:
         *((parameter.name, parameter.takes(getattr(sampling, parameter.name))) for parameter in PARAMETERS),
         ("logprobs", sampling.logprobs is None or sampling.logprobs >= 0),
         ("prompt_logprobs", sampling.prompt_logprobs is None or sampling.prompt_logprobs >= 0),
+        ("logprob_token_ids", len(sampling.logprob_token_ids) <= MAX_LOGPROB_TOKEN_IDS),
+        ("logprob_token_ids", all(0 <= token < vocab_size for token in sampling.logprob_token_ids)),
         ("logit_bias", len(sampling.logit_bias) <= MAX_LOGIT_BIASES),
         ("logit_bias", all(0 <= token < vocab_size for token in sampling.logit_bias)),
         ("logit_bias", all(math.isfinite(bias) for bias in sampling.logit_bias.values())),

@@ -99,4 +99,5 @@ def _row_of(sequence: Sequence, logits_row: int, index: int) -> RowSampling:
         barred=sequence.stop_ids if is_barred else (),
         mask=None if sequence.constraint is None else MASK_FOLLOWS,
         num_top=sampling.logprobs,
+        scored=sampling.logprob_token_ids,
     )

@@ -19,7 +19,7 @@ from kernels.attention_maps import AttentionArrays
 from kernels.lora.maps import LoraArrays, LoraSizes
 from kernels.lora.side import SideArrays
 from kernels.sampling.maps import SamplingArrays, SamplingFacts
-from service.engine.messages import MAX_ENDINGS, MAX_LOGIT_BIASES
+from service.engine.messages import MAX_ENDINGS, MAX_LOGIT_BIASES, MAX_LOGPROB_TOKEN_IDS
 from service.engine.step_sizes import StepSizes
 from service.models.step_batch import ConvArrays, TokenArrays, TokenSizes
 
@@ -77,6 +77,7 @@ class InputLimits:
             num_given=num_rows,
             num_chosen=num_rows,
             num_top=0,
+            num_scored=MAX_LOGPROB_TOKEN_IDS,
         )
 
 

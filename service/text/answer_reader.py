@@ -60,6 +60,12 @@ class AnswerReader:
         self._calls = _Calls(reading.calls, reading, in_pieces) if reading.calls else None
         self._num_calls, self._is_left_out = 0, False
 
+    @property
+    def thought_chars(self) -> tuple[int, int | None]:
+        """Where in the text what the model thought begins and ends, without the marks; end None: it has not ended, or
+        what the text begins with is not certain yet."""
+        return (0, 0) if self._thoughts is None else self._thoughts.span
+
     def push(self, text: str) -> list[Said]:
         """Add a piece; what became certain with it."""
         if self._thoughts is None:
@@ -107,10 +113,13 @@ class _Thoughts:
         self._blanks: list[str] = []  # they stand before what is held
         self._held = ""
         self._drops_breaks = False  # nothing was given out since the last mark
+        self._num_chars = 0
+        self.span: tuple[int, int | None] = (0, None)  # see `AnswerReader.thought_chars`
 
     def push(self, text: str) -> tuple[str, str]:
         """What became certain."""
         self._held += text
+        self._num_chars += len(text)
         thought = words = ""
         if self._state == "start":
             self._start()
@@ -125,6 +134,8 @@ class _Thoughts:
         held, self._held = self._with_blanks(self._held), ""
         if self._state == "thought" or (self._state == "start" and self._is_thinking):
             return self._given(held).strip("\n"), ""
+        if self._state == "start":
+            self.span = 0, 0
         return "", self._given(held)
 
     def _start(self) -> None:
@@ -133,11 +144,13 @@ class _Thoughts:
         if begun.startswith(THINK):
             self._state, self._held, self._drops_breaks = "thought", begun[len(THINK) :], True
             self._blanks.clear()
+            self.span = self._num_chars - len(self._held), None
             return
         self._blanks.append(self._held[: len(self._held) - len(begun)])
         self._held = begun
         if not THINK.startswith(begun):
             self._state, self._drops_breaks = ("thought", True) if self._is_thinking else ("words", False)
+            self.span = 0, None if self._is_thinking else 0
             self._held = self._with_blanks(begun)
 
     def _think(self) -> str:
@@ -148,6 +161,7 @@ class _Thoughts:
             thought = self._given(self._with_blanks(thought))
         self._blanks.append(breaks)
         if is_over:
+            self.span = self.span[0], self._num_chars - len(self._held)
             self._blanks.clear()
             self._held = self._held[len(END_OF_THOUGHT) :]
             self._state, self._drops_breaks = "words", True

@@ -228,7 +228,7 @@ def full(template: Template) -> Iterator[Services]:
         template_workers=workers,
         template_turn=lambda digest: turns.setdefault(digest, asyncio.Lock()),
         engine=SimpleNamespace(ready=READY, state="ready"),
-        settings=SimpleNamespace(**vars(SETTINGS), max_choices=4),
+        settings=SimpleNamespace(**vars(SETTINGS), max_choices=4, max_logprobs=20),
         gate=Gate(30),
         require_ready=lambda: READY,
         sampling_defaults=NEUTRAL,

@@ -264,6 +264,21 @@ class TestChat:
         answers = [client.chat.completions.create(messages=messages, **options) for messages in (plain, dumped)]
         assert answers[0].choices[0].message.content == answers[1].choices[0].message.content
 
+    def test_what_vllm_always_sends_is_there(self, client: openai.OpenAI) -> None:
+        chat: Any = client.post(
+            "/chat/completions",
+            body={"model": BASE, "messages": [{"role": "user", "content": "the"}], "max_tokens": 2},
+            cast_to=object,
+        )
+        completion: Any = client.post(
+            "/completions", body={"model": BASE, "prompt": "the", "max_tokens": 2}, cast_to=object
+        )
+        for part in (chat, completion["choices"][0]):
+            assert {part[name] for name in ("prompt_logprobs", "prompt_token_ids")} == {None}
+        for answer in (chat, completion):
+            assert answer["choices"][0]["token_ids"] is None and answer["usage"]["prompt_tokens_details"] is None
+        assert chat["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+
     def test_a_stream_is_the_whole_answer_in_pieces(self, client: openai.OpenAI) -> None:
         options: Any = {"model": "gamma", "messages": CHAT, "n": 3, "seed": 7, "max_tokens": 15}
         whole = client.chat.completions.create(**options)

@@ -56,9 +56,16 @@ COMMON = {
     "grammar": GRAMMAR,
     "allowed_tokens": LISTS.allowed_tokens,
     "bad_words": LISTS.bad_words,
+    "logprob_token_ids": (),
 }
 TABLE: list[tuple[type[CompletionRequest] | type[ChatRequest], dict[str, Any], dict[str, Any]]] = [
     (CompletionRequest, {"logprobs": 5, "echo": True}, {**COMMON, "logprobs": 5, "prompt_logprobs": 5}),
+    # Tokens by their ids stand for the most likely ones, of the answer.
+    (
+        CompletionRequest,
+        {"logprobs": 5, "echo": True, "logprob_token_ids": [7, 3]},
+        {**COMMON, "logprobs": 0, "prompt_logprobs": 5, "logprob_token_ids": (7, 3)},
+    ),
     # A chat has no `echo`, so nothing of its prompt is told.
     (ChatRequest, {"logprobs": True, "top_logprobs": 4}, {**COMMON, "logprobs": 4, "prompt_logprobs": None}),
 ]
@@ -144,7 +151,7 @@ def is_default(field: msgspec.structs.FieldInfo, value: Any) -> bool:
     return bool(value == default)
 
 
-@pytest.mark.parametrize(("kind", "own", "expected"), TABLE, ids=["completion", "chat"])
+@pytest.mark.parametrize(("kind", "own", "expected"), TABLE, ids=["completion", "tokens by id", "chat"])
 def test_every_field_reaches_the_engine(
     kind: type[CompletionRequest] | type[ChatRequest], own: dict[str, Any], expected: dict[str, Any]
 ) -> None:

@@ -216,6 +216,32 @@ class TestThoughts:
         thinker.says("Let me\nsee.\n</think>\n\nIt is 3.")
         message = how(thinker, tools=openai.NOT_GIVEN).message
         assert (message.content, message.reasoning_content) == ("It is 3.", "Let me\nsee.")
+        assert message.reasoning == message.reasoning_content
+
+    @pytest.mark.parametrize(
+        ("said", "thought"),
+        [
+            ("Let me\nsee.\n</think>\n\nIt is 3.", "Let me\nsee.\n"),
+            ("<think>hm</think>It is 3.", "hm"),
+            ("</think>It is 3.", ""),
+            ("Let me see", "Let me see"),
+        ],
+    )
+    def test_their_tokens_are_counted(self, thinker: ScriptedServer, said: str, thought: str) -> None:
+        """Without the marks, and the end token of the answer."""
+        thinker.says(said)
+        url = str(thinker.client.base_url).removesuffix("v1/") + "tokenize"
+        body = {"prompt": thought, "add_special_tokens": False}
+        counted: Any = thinker.client.post(url, body=body, cast_to=object)
+        asked: Any = {"model": BASE, "messages": ASK}
+        usage = thinker.client.chat.completions.create(**asked, n=2).usage
+        is_open = int("</think>" not in said)
+        assert usage.completion_tokens_details.reasoning_tokens == 2 * (counted["count"] + is_open)
+        more: Any = {"stream": True, "stream_options": {"include_usage": True}}
+        *_, last = thinker.client.chat.completions.create(**asked, **more)
+        assert last.usage.completion_tokens_details.reasoning_tokens == counted["count"] + is_open
+        response = thinker.client.responses.create(model=BASE, input="What is 1 + 2?")
+        assert response.usage.output_tokens_details.reasoning_tokens == counted["count"] + is_open
 
     @pytest.mark.parametrize("how", [ask, ask_streamed])
     def test_they_may_be_left_out_or_left_in(self, thinker: ScriptedServer, how: Any) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
-from tests.api.conftest import BASE
-from tests.support.server import Server
+from tests.api.conftest import BASE, Checkpoints
+from tests.support.server import Server, running_server
+from tests.support.tiny_models import VOCAB_SIZE
 
 CHAT: list[Any] = [{"role": "user", "content": "the thing in the tin"}]
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 6}
@@ -24,7 +26,7 @@ class TestStopInTheAnswer:
         for answer in (client.completions.create(prompt="the", **options),):
             assert (answer.choices[0].text, answer.choices[0].finish_reason) == (char * 3, "stop")
         chat = client.chat.completions.create(messages=CHAT, **options).choices[0]
-        assert (chat.message.content, chat.model_extra) == (char * 3, {"stop_reason": char * 3})
+        assert (chat.message.content, chat.model_extra) == (char * 3, {"stop_reason": char * 3, "token_ids": None})
         chunks = client.completions.create(prompt="the", stream=True, **options)
         assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == char * 3
 
@@ -78,10 +80,10 @@ class TestPromptLogprobs:
             own = entries[str(token_id)]
             assert own["logprob"] == pytest.approx(choice.logprobs.token_logprobs[index])
             assert own["decoded_token"] == choice.logprobs.tokens[index]
-            ranked = sorted((one["rank"], -one["logprob"]) for one in entries.values() if one["rank"] is not None)
-            assert [rank for rank, _ in ranked] == [1, 2, 3]
+            ranked = sorted((one["rank"], -one["logprob"]) for one in entries.values())
+            assert [rank for rank, _ in ranked][:3] == [1, 2, 3]
             assert [logprob for _, logprob in ranked] == sorted(logprob for _, logprob in ranked)
-            assert len(entries) == (3 if own["rank"] is not None else 4)
+            assert len(entries) == (3 if own["rank"] <= 3 else 4)
             assert len(choice.logprobs.top_logprobs[index]) <= 2
 
     def test_chats_have_them_at_the_root(self, client: openai.OpenAI) -> None:
@@ -94,7 +96,23 @@ class TestPromptLogprobs:
         ]
         assert answer.choices[0].logprobs is None
 
-    @pytest.mark.parametrize("wrong", [-1, 21, True])
+    def test_a_rank_counts_all_tokens(self, checkpoints: Checkpoints, tmp_path: Path) -> None:
+        """And `--max-logprobs -1` has all of them."""
+        with running_server(checkpoints.base, tmp_path, model_name=BASE, max_logprobs=-1) as server:
+            body = {"prompt": "the tin in", "prompt_logprobs": -1, "logprobs": -1, "max_tokens": 1}
+            choice = server.post("/v1/completions", json=body).json()["choices"][0]
+            few = server.post("/v1/completions", json={**body, "prompt_logprobs": 0, "logprobs": 0}).json()["choices"][
+                0
+            ]
+            chat = {"messages": CHAT, "logprobs": True, "top_logprobs": -1, "max_tokens": 1}
+            (told,) = server.post("/v1/chat/completions", json=chat).json()["choices"][0]["logprobs"]["content"]
+        assert len(told["top_logprobs"]) == VOCAB_SIZE
+        for entries, own in zip(choice["prompt_logprobs"][1:], few["prompt_logprobs"][1:], strict=True):
+            assert sorted(one["rank"] for one in entries.values()) == list(range(1, VOCAB_SIZE + 1))
+            ((token_id, alone),) = own.items()
+            assert alone["rank"] == entries[token_id]["rank"]
+
+    @pytest.mark.parametrize("wrong", [-1, -2, 21, True])
     def test_what_cannot_be_is_refused(self, server: Server, wrong: Any) -> None:
         body = {"prompt": "the", "prompt_logprobs": wrong}
         answer = server.post("/v1/completions", json=body)
@@ -103,6 +121,46 @@ class TestPromptLogprobs:
     def test_a_stream_has_none(self, server: Server) -> None:
         answer = server.post("/v1/completions", json={"prompt": "the", "prompt_logprobs": 0, "stream": True})
         assert (answer.status_code, "`stream`" in answer.json()["error"]["message"]) == (400, True)
+
+
+class TestLogprobTokenIds:
+    """The alternatives are the tokens that were asked for, and the chosen one."""
+
+    def test_they_are_those_among_all(self, client: openai.OpenAI) -> None:
+        body: Any = {"logprob_token_ids": [20, 30, 40], "return_tokens_as_token_ids": True}
+        options: Any = {"model": "alpha", "messages": CHAT, "logprobs": True, **GREEDY}
+        plain = client.chat.completions.create(
+            top_logprobs=20, extra_body={**body, "logprob_token_ids": None}, **options
+        )
+        named = client.chat.completions.create(top_logprobs=2, extra_body=body, **options)
+        streamed = client.chat.completions.create(extra_body=body, stream=True, **options)
+        entries: Any = named.choices[0].logprobs
+        likely: Any = plain.choices[0].logprobs
+        for one, other in zip(entries.content, likely.content, strict=True):
+            found = {top.token: top.logprob for top in one.top_logprobs}
+            assert one.top_logprobs[0].token == one.token == other.token
+            assert set(found) == {one.token, *(f"token_id:{token_id}" for token_id in (20, 30, 40))}
+            for top in other.top_logprobs:
+                assert found.get(top.token, top.logprob) == pytest.approx(top.logprob)
+        chunks = [chunk.choices[0].logprobs for chunk in streamed if chunk.choices]
+        tops = [one.top_logprobs for logprobs in chunks if logprobs is not None for one in logprobs.content]
+        assert tops == [one.top_logprobs for one in entries.content]
+
+    def test_completions_have_them(self, client: openai.OpenAI) -> None:
+        body: Any = {"logprob_token_ids": [20], "return_tokens_as_token_ids": True}
+        columns = (
+            client.completions.create(model="alpha", prompt="the", logprobs=5, extra_body=body, **GREEDY)
+            .choices[0]
+            .logprobs
+        )
+        assert columns is not None and columns.tokens and columns.top_logprobs
+        for token, top in zip(columns.tokens, columns.top_logprobs, strict=True):
+            assert set(top) == {token, "token_id:20"}
+
+    @pytest.mark.parametrize("more", [{"logprob_token_ids": [9999], "logprobs": 1}, {"logprob_token_ids": [1]}])
+    def test_what_cannot_be_is_refused(self, server: Server, more: Any) -> None:
+        answer = server.post("/v1/completions", json={"prompt": "the", **more})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "logprob_token_ids")
 
 
 class TestTruncation:

@@ -454,7 +454,26 @@ def test_a_chunk_of_a_prompt_has_log_probabilities_alone(implementation: str, de
     logits = hashed_logits(3, seed=12)
     choices, told = sample(logits.to(device), [], [GivenRow(2, 5, 0)], implementation=implementation)
     assert choices == []
-    assert told == [ScoredToken(5, pytest.approx(float(logits[2].double().log_softmax(-1)[5]), abs=ABSOLUTE), ())]
+    rank = int((logits[2] >= logits[2, 5]).sum())
+    assert told == [ScoredToken(5, pytest.approx(float(logits[2].double().log_softmax(-1)[5]), abs=ABSOLUTE), (), rank)]
+
+
+def test_tokens_by_id_have_log_probabilities_and_given_ones_ranks(implementation: str, device: str) -> None:
+    logits = hashed_logits(5, seed=13)
+    expected = logits.double().log_softmax(-1)
+    rows = [
+        row(1, wanted={"num_top": 0, "scored": (7, 300)}),
+        row(2, wanted={"num_top": 2}),
+        row(3, wanted={"num_top": 0, "scored": (9,)}),
+    ]
+    given = [GivenRow(0, 17, 1), GivenRow(4, int(logits[4].argmax()), 0)]
+    choices, told = sample(logits.to(device), rows, given, implementation=implementation)
+    tops = [dict(choice.logprob.top) for choice in choices if choice.logprob is not None]
+    assert [list(top) for top in tops] == [[7, 300], logits[2].topk(2).indices.tolist(), [9]]
+    for top, logits_row in zip(tops, (1, 2, 3), strict=True):
+        for token, logprob in top.items():
+            assert logprob == pytest.approx(float(expected[logits_row, token]), abs=ABSOLUTE)
+    assert [entry.rank for entry in told] == [int((logits[0] >= logits[0, 17]).sum()), 1]
 
 
 # ---- parameters and numbers
