@@ -125,6 +125,16 @@ def launch_device_type() -> str:
     return "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "npu"
 
 
+def cache_in_use() -> dict[str, str]:
+    """The environment that gives another process this one's cache of kernels; empty where none is claimed.
+
+    For a process that was started before the claim. The two must not compile at the same time.
+    """
+    if _CACHE_IN_USE not in os.environ:
+        return {}
+    return {name: os.environ[name] for name in ("TRITON_CACHE_DIR", _CACHE_IN_USE) if name in os.environ}
+
+
 def installed_version(distribution: str) -> str | None:
     try:
         return importlib.metadata.version(distribution)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+from kernels.ascend_runtime import cache_in_use
 from kernels.platform import IMPLEMENTATIONS, REGIME_OF_CASE, BackendError, Platform
 from kernels.probe.op_reports import OpReport, Trial, TrialStatus
 from kernels.probe.probe_process import ProbeProcess
@@ -44,6 +45,8 @@ def probe_apart(
             process.ask(
                 {
                     "device": device,
+                    # What it compiles, this process finds, which compiles nothing until it has ended.
+                    "environ": cache_in_use(),
                     "shapes": asdict(shapes),
                     "ops": work.left,
                     "excluded": work.excluded(),

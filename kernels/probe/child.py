@@ -55,6 +55,7 @@ def _probe(say: Any) -> None:
         _get_ready()
         say(ahead=False)
     request = json.load(sys.stdin)
+    os.environ.update(request["environ"])
     prepare(request["device"])
     platform = detect(request["device"])
     device, shapes = torch.device(request["device"]), ProbeShapes(**request["shapes"])

@@ -173,6 +173,51 @@ def test_a_process_that_is_started_by_another_uses_its_cache(tmp_path: Path) -> 
         assert _claimed(child) == str(tmp_path)
 
 
+PROBE = """
+import sys, types
+from kernels.ascend_runtime import prepare
+from kernels.platform import BackendError, detect
+from kernels.probe.apart import probe_apart
+from kernels.probe.probe_process import ProbeProcess
+from kernels.probe.shapes import ProbeShapes
+early = ProbeProcess(is_early=True)  # before the claim, as an engine does
+next(early.lines(60.0))
+prepare("npu:0")
+try:
+    probe_apart(detect("cpu"), "npu:0", ProbeShapes(), process=early)
+except BackendError as error:
+    print(error)
+"""
+
+
+def test_the_probe_compiles_into_the_cache_of_the_process_that_serves(tmp_path: Path) -> None:
+    """Also one that was started before the claim: otherwise a first start compiles each probed kernel twice."""
+    _package(tmp_path, is_ascend=True, version="3.2.0", helper="")
+    for package in ("triton", "triton/backends", "triton/backends/ascend"):
+        (tmp_path / package / "__init__.py").write_text("")
+    note = 'open(os.environ["NOTES"], "a").write(os.environ["TRITON_CACHE_DIR"] + "\\n")'
+    driver = f"import os\n{note}\nclass NPUDriver: pass\n"
+    (tmp_path / "triton" / "backends" / "ascend" / "driver.py").write_text(driver)
+    made_up = MADE_UP_NPU.partition("npu = ")[2].rpartition("environment = ")[0]
+    (tmp_path / "torch_npu.py").write_text(f"import os, types\n__version__ = '2.13.0'\nnpu = {made_up}\n_C = binding\n")
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=LIMIT_SECONDS,
+        env={
+            **{name: value for name, value in os.environ.items() if name != "MULTILORA_TRITON_CACHE_IN_USE"},
+            "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]),
+            "TRITON_CACHE_DIR": str(tmp_path / "cache"),
+            "NOTES": str(tmp_path / "notes"),
+        },
+    )
+    assert done.returncode == 0, done.stderr
+    caches = (tmp_path / "notes").read_text().split()
+    assert caches == [str(tmp_path / "cache" / "cann-9.1.0" / "0")] * 2, done.stdout
+
+
 PREPARE = f"""
 {MADE_UP_NPU}
 prepare("npu:0")
