@@ -98,6 +98,8 @@ REGIMES: Mapping[str, str] = {
 # Implementations of attention for which caches lie head by head (`kernels/paged_attention/cache_layout.py`). Caches lie
 # one way, so that these serve all regimes or none.
 HEADS_FIRST = frozenset({"npu_heads_first"})
+# Most elements of the keys of one layer's cache that an implementation of attention takes, where it has such a limit.
+MAX_CACHE_ELEMENTS: Mapping[str, int] = {"npu_heads_first": 2**31 - 1, "npu": 2**31 - 1}
 # What captured steps of an NPU are made of.
 DECODE_REGIMES = ("", "window")
 # LoRA's kernels for few tokens serve so many, those for many tokens the rest.
@@ -177,6 +179,12 @@ class Platform:
     def kv_heads_first(self) -> bool:
         """Whether a block of the paged caches lies head by head, and not token by token."""
         return self.implementations["paged_attention"] in HEADS_FIRST
+
+    @property
+    def max_cache_elements(self) -> int | None:
+        """Most elements of the keys of one layer's paged cache; None: any number."""
+        serving = {self.serving("paged_attention", regime) for regime in self.regimes_of("paged_attention")}
+        return min((MAX_CACHE_ELEMENTS[name] for name in serving & MAX_CACHE_ELEMENTS.keys()), default=None)
 
     def row_dtype(self, model_dtype: torch.dtype) -> torch.dtype:
         """Dtype in which LoRA rows are held beside a model of `model_dtype`.

@@ -21,6 +21,7 @@ import torch_npu
 
 from kernels.attention_maps import AttentionMaps
 from kernels.contract import Contract
+from kernels.platform import MAX_CACHE_ELEMENTS
 from kernels.probe.shapes import ProbeShapes
 
 # What the operator takes in the layout TND with a paged cache. 256 is not documented, but used in production.
@@ -31,7 +32,6 @@ _MAX_SEQUENCES = 4096
 _MAX_HEADS = 256
 _MAX_GROUPS = 64
 _MAX_TOKEN_ELEMENTS = 65_535
-_MAX_CACHE_ELEMENTS = 2**31 - 1
 
 _CAUSAL, _BAND = 3, 4
 _MASK_SIZE = 2048
@@ -52,7 +52,8 @@ def refuses(shapes: ProbeShapes) -> str | None:
         return f"it takes blocks of {', '.join(map(str, _BLOCK_SIZES_TOKENS))} tokens, not {block_size}"
     if num_heads > _MAX_HEADS or num_heads // kv_heads > _MAX_GROUPS:
         return f"it takes at most {_MAX_HEADS} query heads and {_MAX_GROUPS} of them for each key head"
-    if kv_heads * head_dim > _MAX_TOKEN_ELEMENTS or num_blocks * block_size * kv_heads * head_dim > _MAX_CACHE_ELEMENTS:
+    num_elements = num_blocks * block_size * kv_heads * head_dim
+    if kv_heads * head_dim > _MAX_TOKEN_ELEMENTS or num_elements > MAX_CACHE_ELEMENTS["npu"]:
         return f"it takes caches of less than 2**31 elements, {_MAX_TOKEN_ELEMENTS} of them for each token"
     if max_sequences > _MAX_SEQUENCES:
         return f"it takes at most {_MAX_SEQUENCES} sequences in a step, not {max_sequences}"

@@ -34,9 +34,10 @@ MAX_ROWS = 16_384
 SIDE_SHARE, SIDE_LINES, SIDE_TABLES, CPU_SIDE_BYTES = 1 / 16, 16, 2, 64 * MIB
 # Fewer than these, one adapter of rank 16, are no budget.
 MIN_ROWS = 16
-# Steps may need this part of the free memory before a token budget that nobody has set is halved.
-STEPS_SHARE = 0.25
-MIN_TOKEN_BUDGET = 512
+# Activations and logits may need this part of the free memory before a token budget that nobody has set is halved, and
+# states this part, on a CPU half of it, before the number of sequences is.
+STEPS_SHARE, STATES_SHARE = 0.25, 0.5
+MIN_TOKEN_BUDGET, MIN_SEQUENCES = 512, 4
 # Logits in float32 of a row, their sorted copy with int64 indices, probabilities and masks.
 LOGITS_COPIES = 6
 
@@ -53,6 +54,7 @@ class ModelSizes:
     side_table_bytes      an embedding and a head of one adapter
     logits_bytes          of one row, float32
     context_tokens        of the longest request
+    max_kv_tokens         most tokens of a KV cache that the device's attention takes; None: any number
     """
 
     kv_bytes_per_token: int
@@ -63,6 +65,7 @@ class ModelSizes:
     context_tokens: int
     side_line_bytes: int = 0
     side_table_bytes: int = 0
+    max_kv_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +115,8 @@ def decide_budgets(
         most = max(int(free_bytes * CPU_KV_SHARE), context_bytes) if is_cpu else left
         # No more than all sequences can fill.
         kv_bytes = min(left, most, max_sequences * context_bytes)
+        if sizes.max_kv_tokens is not None:  # among them those of the null block, which no request has
+            kv_bytes = min(kv_bytes, (sizes.max_kv_tokens // block_size - 1) * block_bytes)
         kv_bytes -= kv_bytes % block_bytes
     if (options.row_bytes is None and row_bytes < MIN_ROWS * sizes.row_bytes) or kv_bytes <= 0:
         raise ModelError(
@@ -171,10 +176,18 @@ def _steps(options: EngineOptions, sizes: ModelSizes, device_type: str, free_byt
     """token_budget and max_sequences: the device's usual ones, made to fit what is given and the memory."""
     token_budget = options.token_budget or max(TOKEN_BUDGETS[device_type], options.max_sequences or 0)
     max_sequences = options.max_sequences or min(MAX_SEQUENCES[device_type], token_budget)
+    states_bytes = free_bytes * STATES_SHARE * (CPU_SHARE if device_type == "cpu" else 1)
+    while (
+        options.max_sequences is None
+        and max_sequences // 2 >= MIN_SEQUENCES
+        and options.state_bytes is None
+        and max_sequences * sizes.state_bytes_per_line > states_bytes
+    ):
+        max_sequences //= 2
     while (
         options.token_budget is None
         and token_budget // 2 >= max(MIN_TOKEN_BUDGET, max_sequences)
-        and _step_bytes(options, sizes, token_budget, max_sequences) > free_bytes * STEPS_SHARE
+        and _pass_bytes(options, sizes, token_budget, max_sequences) > free_bytes * STEPS_SHARE
     ):
         token_budget //= 2
     return token_budget, max_sequences
@@ -182,9 +195,17 @@ def _steps(options: EngineOptions, sizes: ModelSizes, device_type: str, free_byt
 
 def _step_bytes(options: EngineOptions, sizes: ModelSizes, token_budget: int, max_sequences: int) -> int:
     """Activations, logits and state lines."""
+    return _pass_bytes(options, sizes, token_budget, max_sequences) + _state_bytes(options, sizes, max_sequences)
+
+
+def _pass_bytes(options: EngineOptions, sizes: ModelSizes, token_budget: int, max_sequences: int) -> int:
+    """Activations and logits."""
     num_logits = min(max_sequences + options.max_prompt_logits, token_budget)
-    states = max_sequences * sizes.state_bytes_per_line if options.state_bytes is None else options.state_bytes
-    return token_budget * sizes.bytes_per_step_token + LOGITS_COPIES * num_logits * sizes.logits_bytes + states
+    return token_budget * sizes.bytes_per_step_token + LOGITS_COPIES * num_logits * sizes.logits_bytes
+
+
+def _state_bytes(options: EngineOptions, sizes: ModelSizes, max_sequences: int) -> int:
+    return max_sequences * sizes.state_bytes_per_line if options.state_bytes is None else options.state_bytes
 
 
 def _penalty_bytes(sizes: ModelSizes, max_sequences: int) -> int:

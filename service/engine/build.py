@@ -222,7 +222,14 @@ def sizes_of(options: EngineOptions, device: str) -> ModelSizes:
         bytes_per_step_token=4 * (spec.hidden_size + spec.widest_projection) * dtype.itemsize,
         logits_bytes=4 * spec.vocab_size,
         context_tokens=options.max_model_len_tokens or spec.context_tokens,
+        max_kv_tokens=_max_kv_tokens(spec, platform),
     )
+
+
+def _max_kv_tokens(spec: ModelSpec, platform: Platform) -> int | None:
+    """Tokens of a cache, the null block's among them, that the platform's attention takes in its widest layer."""
+    most, widest = platform.max_cache_elements, max((a.num_kv_heads * a.head_dim for a in spec.attentions), default=0)
+    return None if most is None or not widest else most // widest
 
 
 def max_rank_of(platform: Platform) -> int | None:

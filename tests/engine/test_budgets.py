@@ -107,6 +107,49 @@ def test_a_small_gpu_has_smaller_steps() -> None:
     assert decided(LLAMA_8B, "cuda", 7 * GIB, token_budget=8192).token_budget == 8192
 
 
+# Qwen3.5 9B in bfloat16: 24 delta nets of 32 x 128 x 128 float32, 8 layers of attention of 4 heads of 256.
+QWEN_9B = ModelSizes(
+    kv_bytes_per_token=8 * 2 * 4 * 256 * 2,
+    state_bytes_per_line=24 * (32 * 128 * 128 * 4 + 3 * 8192 * 2),
+    row_bytes=5_000_000,
+    bytes_per_step_token=4 * (4096 + 24_576) * 2,
+    logits_bytes=4 * 248_320,
+    context_tokens=262_144,
+)
+
+
+@pytest.mark.parametrize(
+    ("device_type", "free_gib", "num_sequences", "token_budget"),
+    [
+        ("npu", 11, 64, 2048),
+        ("npu", 42, 256, 2048),
+        ("cuda", 4, 32, 2048),
+        ("cuda", 55, 256, 8192),
+        ("cpu", 14, 64, 256),
+    ],
+    ids=["910B4 of 32 GB", "910B of 64 GB", "24 GB", "80 GB", "CPU"],
+)
+def test_states_are_of_fewer_sequences_until_the_model_fits(
+    device_type: str, free_gib: int, num_sequences: int, token_budget: int
+) -> None:
+    budgets = decided(QWEN_9B, device_type, free_gib * GIB)
+    assert (budgets.max_sequences, budgets.token_budget) == (num_sequences, token_budget)
+    assert budgets.kv_bytes > 8192 * QWEN_9B.kv_bytes_per_token
+    given = decided(QWEN_9B, device_type, 60 * GIB, max_sequences=300, state_bytes=GIB)
+    assert given.max_sequences == 300
+
+
+@pytest.mark.parametrize("free_gib", [20, 62])
+def test_a_cache_is_no_larger_than_attention_takes(free_gib: int) -> None:
+    sizes = replace(LLAMA_8B, kv_bytes_per_token=12_288, max_kv_tokens=(2**31 - 1) // 512)
+    for fields in ({"row_bytes": 0}, {}):
+        budgets = decided(sizes, "npu", free_gib * GIB, **fields)
+        num_tokens = budgets.kv_bytes // 12_288 + 128
+        assert num_tokens <= sizes.max_kv_tokens
+        assert free_gib == 20 or fields == {} or num_tokens > sizes.max_kv_tokens - 128
+    assert decided(sizes, "npu", 62 * GIB, kv_bytes=60 * GIB, row_bytes=0).kv_bytes == 60 * GIB, "what is given stays"
+
+
 def test_a_cpu_s_caches_follow_the_free_memory() -> None:
     """A quarter of it for keys and values, an eighth for rows; no more than is of use, and half of it at most."""
     budgets = decided(TINY, "cpu", 64 * GIB)

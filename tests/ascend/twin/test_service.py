@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from kernels.platform import IMPLEMENTATIONS, in_use, installed
-from service.engine.config import EngineConfig
+from service.engine.build import decide, shapes_to_probe
+from service.engine.config import EngineConfig, EngineOptions
 from service.engine.step_records import StepRecord
 from service.models.caches import kv_bytes_per_token
 from service.models.config_json import read_config
@@ -32,7 +33,7 @@ from tests.support.engine_parity import (
     make_world,
     run_engine,
 )
-from tests.support.tiny_models import VOCAB_SIZE
+from tests.support.tiny_models import VOCAB_SIZE, make_tiny_model
 from tests.tolerances import LOGITS, LOGITS_RMS
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # Triton's interpreter
@@ -191,3 +192,24 @@ def test_bfloat16_logits_are_within_the_tolerances(family: str, tmp_path: Path, 
     record_property("twin", f"{family} in bfloat16, {twin}: log probabilities off by {largest:.2f}, {rms:.3f} rms")
     assert largest <= LOGITS[torch.bfloat16]
     assert rms <= LOGITS_RMS[torch.bfloat16]
+
+
+def test_a_cache_is_as_large_as_fused_attention_takes_and_no_larger(tmp_path: Path) -> None:
+    """Decided before the probe from all free memory: one block more, and the probe would find attention refused."""
+    from kernels.paged_attention.npu import refuses
+
+    sizes = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 1 << 20}
+    model_dir = make_tiny_model("llama", tmp_path / "model", **sizes)
+    options = EngineOptions(
+        model_dir=str(model_dir),
+        store_root=str(tmp_path),
+        device="cpu",
+        dtype="float16",
+        block_size_tokens=BLOCK_SIZE,
+        row_bytes=0,
+    )
+    with npu_path():
+        config, _ = decide(options, "cpu", free_bytes=lambda _: 1 << 40)
+        shapes = shapes_to_probe(config)
+        assert refuses(shapes) is None
+        assert "2**31" in (refuses(dataclasses.replace(shapes, num_blocks=shapes.num_blocks + 1)) or "")
