@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
@@ -54,7 +55,7 @@ def _tables() -> str:
             "### Served\n\n",
             *_served(),
             "\n### Accepted without effect\n\n",
-            f"{_names(inert)}.\n",
+            textwrap.fill(f"{_names(inert)}.", 118, break_long_words=False, break_on_hyphens=False) + "\n",
             "\n### Refused by name, unless they ask for nothing\n\n",
             *_refused(GENERATION_FIELDS),
             "\n### Refused by name in responses\n\n",
