@@ -60,13 +60,7 @@ def test_a_history_reads_like_the_plain_one(server: Server, messages: list[dict[
 
 
 def test_an_assistant_that_said_nothing_is_a_message_without_text(server: Server) -> None:
-    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-    silent = [
-        {"role": "assistant", "content": None},
-        {"role": "assistant"},
-        {"role": "assistant", "content": []},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-    ]
+    silent = [{"role": "assistant", "content": None}, {"role": "assistant"}, {"role": "assistant", "content": []}]
     wanted = _tokens(server, [USER, {"role": "assistant", "content": ""}, FOLLOW])
     for message in silent:
         assert _tokens(server, [USER, message, FOLLOW]) == wanted
@@ -76,8 +70,9 @@ def test_an_assistant_that_said_nothing_is_a_message_without_text(server: Server
 
 @pytest.fixture
 def plain_json(server: Server, checkpoints: Checkpoints) -> Iterator[str]:
-    """An adapter whose chat template writes down what it sees."""
-    files = {**parts_of(checkpoints.spare), "chat_template": ("chat_template.jinja", b"{{ messages | tojson }}")}
+    """An adapter whose chat template writes down what it sees, calls too, which are therefore left as they are."""
+    source = b"{# tool_calls #}{{ messages | tojson }}"
+    files = {**parts_of(checkpoints.spare), "chat_template": ("chat_template.jinja", source)}
     server.post("/v1/adapters", data={"name": "scribe"}, files=files).raise_for_status()
     yield "scribe"
     server.http.delete(f"{server.url}/v1/adapters/scribe").raise_for_status()
