@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from adapters.layout import SIDE_GROUPS, TABLE_GROUPS, BaseLayout, Group
-from adapters.side_plan import plan_side, side_bytes_for, side_unit_bytes
+from adapters.non_lora_plan import plan_side, side_bytes_for, side_unit_bytes
 
 # Vocabulary-wide rows serve few adapters: they get as many rows as the layers do, but at most this share of the budget.
 EMBEDDINGS_SHARE = 0.125

@@ -19,7 +19,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from bench import memory, speed, startup
+from bench import speed
+from bench.steps import memory, startup
 from bench.workload import FAMILIES, OUT
 
 

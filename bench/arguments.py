@@ -1,4 +1,4 @@
-"""Arguments that `bench.engine` and `bench.http` share, and the load that they describe."""
+"""Arguments that `bench.steps.engine` and `bench.http.http` share, and the load that they describe."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from bench.in_process import EngineLoad
 from bench.shapes import SHAPES
-from service.engine.config import EngineConfig
+from bench.steps.in_process import EngineLoad
+from service.engine.ipc.config import EngineConfig
 
 
 def parser_of(name: str, description: str | None) -> argparse.ArgumentParser:

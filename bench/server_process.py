@@ -117,7 +117,7 @@ def start_server(
     *,
     wait: bool = True,
     installed: Path | None = None,
-    module: str = "service.cli",
+    module: str = "service.cli.main",
     server_class: type[Server] = Server,
     tree: Path = _ROOT,
     **settings: Any,

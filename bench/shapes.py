@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from service.models.checkpoint import OpenTensors, TensorSource
-from service.models.config_json import read_config
+from service.models.checkpoint.checkpoint import OpenTensors, TensorSource
 from service.models.families import model_spec
+from service.models.spec.config_json import read_config
 
 BUNDLED = Path(__file__).parents[1] / "service" / "bundled" / "base"
 SEED = 20_26

@@ -29,10 +29,10 @@ ROW_BYTES = 256 << 20
 
 
 class PeftProcess:
-    """`bench.peft_baseline`, idle until asked."""
+    """`bench.steps.peft_baseline`, idle until asked."""
 
     def __init__(self, root: Path, dtype: str, num_threads: int) -> None:
-        command = [sys.executable, "-m", "bench.peft_baseline", str(root), dtype, str(num_threads)]
+        command = [sys.executable, "-m", "bench.steps.peft_baseline", str(root), dtype, str(num_threads)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self._line() == "ready"
 

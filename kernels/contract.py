@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kernels.attention_maps import AttentionMaps
-    from kernels.probe.shapes import ProbeShapes
+    from kernels.shapes import ProbeShapes
 
 
 def _serves_all(_shapes: ProbeShapes) -> str | None:

@@ -13,9 +13,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from service.api.fields import EMBEDDING_FIELDS, GENERATION_FIELDS, RESPONSE_FIELDS, UnservedField
-from service.api.response_request import ResponsesRequest
-from service.api.schemas import ChatRequest, CompletionRequest, EmbeddingRequest, StreamOptions
+from service.api.schema.requests import ChatRequest, CompletionRequest, EmbeddingRequest, StreamOptions
+from service.api.schema.responses import ResponsesRequest
+from service.api.schema.unserved_fields import EMBEDDING_FIELDS, GENERATION_FIELDS, RESPONSE_FIELDS, UnservedField
 
 _PAGE = Path("docs/clients.md")
 _BEGIN, _END = "<!-- written by scripts/clients_page.py -->\n", "<!-- end -->\n"

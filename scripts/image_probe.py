@@ -202,7 +202,7 @@ def look_at_ray(container: Container) -> None:
         found = container.run(name, "--version")
         assert found.returncode == 0, found
     args = {"settings": {"store_dir": "/tmp/store"}, "engines": 2, "num_cpus": 0.5, "ingress_cpus": 0.5}
-    application = {"name": "multilora", "route_prefix": "/", "import_path": "service.ray_app:build", "args": args}
+    application = {"name": "multilora", "route_prefix": "/", "import_path": "service.ray_serve.app:build", "args": args}
     config = {"http_options": {"host": "127.0.0.1", "port": container.port}, "applications": [application]}
     # JSON is YAML, too.
     container.start(["bash", "-c", f"echo '{json.dumps(config)}' >/tmp/serve.yaml && exec serve run /tmp/serve.yaml"])

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import ByteSize, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
-from service.engine.config import EngineOptions
+from service.engine.ipc.config import EngineOptions
 from service.machine import usual_connections, usual_queue
 from service.setting_types import Addresses, Keys, OpenPaths, Origins, RootPath, Size
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tests.support import compiled_after_ready, through_ray, tiers
+from tests.support import compiled_after_ready, tiers
+from tests.support.on_ray import through_ray
 
 torch.set_num_threads(1)
 _POISONED = Path(__file__).parent / "support" / "poisoned"

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from service.cli import main
-from service.help import topics
+from service.cli.help import topics
+from service.cli.main import main
 from service.settings import Settings
+from tests.support.http.terminal import terminal
 from tests.support.limits import LIMIT_SECONDS
-from tests.support.terminal import terminal
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -60,7 +60,7 @@ def test_whoever_reads_may_stop_reading() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     try:
-        command = [sys.executable, "-m", "service.cli", "help", "limits"]
+        command = [sys.executable, "-m", "service.cli.main", "help", "limits"]
         streams = {"stdout": writing, "stderr": subprocess.PIPE}
         done = subprocess.run(command, cwd=ROOT, text=True, timeout=LIMIT_SECONDS, **streams)
     finally:
@@ -69,7 +69,7 @@ def test_whoever_reads_may_stop_reading() -> None:
 
 
 def test_output_that_cannot_be_written_is_one_sentence() -> None:
-    command = [sys.executable, "-m", "service.cli", "help", "limits"]
+    command = [sys.executable, "-m", "service.cli.main", "help", "limits"]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=LIMIT_SECONDS)
     sentence = "multilora: The output cannot be written: No space left on device.\n"
@@ -77,7 +77,7 @@ def test_output_that_cannot_be_written_is_one_sentence() -> None:
 
 
 def test_a_closed_stdout_is_no_fault() -> None:
-    command = ["sh", "-c", f"exec {sys.executable} -m service.cli help limits >&-"]
+    command = ["sh", "-c", f"exec {sys.executable} -m service.cli.main help limits >&-"]
     done = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=LIMIT_SECONDS)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -104,7 +104,7 @@ def test_an_unknown_word_is_told_with_the_usage_of_its_command(
 
 def _script(shell: str, directory: Path) -> Path:
     done = subprocess.run(
-        [sys.executable, "-m", "service.cli", "completion", shell],
+        [sys.executable, "-m", "service.cli.main", "completion", shell],
         cwd=ROOT,
         capture_output=True,
         text=True,

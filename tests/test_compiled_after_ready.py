@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from kernels.platform import implementation
-from service.engine.client import EngineClient
+from service.engine.ipc.client import EngineClient
 from tests.support import compiled_after_ready
-from tests.support.engine_mock import make_mock_engine
-from tests.support.engine_process import collect, request, small_config, until
-from tests.support.tiny_models import make_tiny_model
+from tests.support.engine.engine_mock import make_mock_engine
+from tests.support.engine.engine_process import collect, request, small_config, until
+from tests.support.models.tiny_models import make_tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
 # Run by Python itself when a process starts: each look finds one variant more.

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,62 +60,149 @@ def test_importing_the_packages_is_light() -> None:
     assert _run(f"import sys, {', '.join(packages)}; print({heavy})") == "[]"
 
 
-# What of this repository each part may import beside itself.
+# Each package may import itself and these.
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "kernels": (),
     "adapters": ("kernels",),
     "service/models": ("adapters", "kernels"),
     "service/engine": (
         *("service.models", "service.grammars", "adapters", "kernels"),
-        *("service.logs", "service.child_process", "service.machine", "service.fair_cache"),
+        *("service.logs", "service.machine", "service.fairness.fair_cache"),
     ),
-    "service/text": (
-        *("service.bounded_child", "service.fair_pool", "service.payer"),
-        # Which templates and special tokens a directory has is read alike of a base's and of an adapter's.
-        *("adapters.extras", "adapters.paths", "adapters.tokenizer_files", "adapters.vocabulary"),
-    ),
+    "service/text": ("adapters.isolation", "adapters.text", "adapters.files.paths", "service.fairness"),
     "service/grammars": (
         "service.text.tokenizer",
         # How a tool's values are written, which the parser of a format reads by.
-        "service.text.calls.value_kinds",
-        "service.models.config_json",
-        "service.models.families",
-        "service.bounded_child",
-        "service.fair_pool",
-        "service.fair_cache",
-        "service.payer",
+        *("service.text.calls.value_kinds", "service.text.calls.call_parser"),
+        *("service.models.spec.config_json", "service.models.families"),
+        *("adapters.isolation", "service.fairness"),
     ),
-    # Of the store, what tells whether its directory can be written.
-    "service/cluster": ("service.engine", "service.start_check", "adapters.written"),
+    "service/cluster": ("service.engine", "service.start_check"),
     # Of the engine, what it takes for a weight.
-    "service/tenants": ("service.engine.messages", "service.logs"),
+    "service/tenants": ("service.engine.ipc.messages", "service.logs"),
     "service/api": (
         *("service.engine", "service.models", "service.tenants", "service.text", "service.grammars"),
         *("adapters", "kernels"),
-        *("service.settings", "service.logs", "service.version", "service.payer", "service.fair_pool"),
+        *("service.settings", "service.logs", "service.version", "service.fairness"),
     ),
     # A client of a server that runs elsewhere.
-    "service/command_client.py": ("service.version",),
-    "service/chat_command.py": ("service.command_client",),
-    "service/commands.py": ("service.command_client", "service.upload_client"),
-    "service/load_test.py": ("service.command_client",),
-    # What everybody may import knows nobody.
+    "service/cli/client.py": ("service.version",),
+    "service/cli/chat.py": ("service.cli.client",),
+    "service/cli/commands.py": ("service.cli.client", "service.cli.upload_client"),
+    "service/cli/upload_client.py": ("service.cli.client", "service.version"),
+    "service/cli/load_test.py": ("service.cli.client",),
+    "service/fairness": (),
     "service/logs.py": (),
-    "service/child_process.py": (),
-    "service/bounded_child.py": ("service.child_process", "adapters.confinement"),
-    "service/fair_pool.py": (),
-    "service/fair_cache.py": (),
-    "service/payer.py": (),
     "service/machine.py": (),
     "service/version.py": (),
-    # Of the machine, how many connections it bears.
-    "service/settings.py": ("service.engine.config", "service.setting_types", "service.machine"),
+    "service/settings.py": ("service.engine.ipc.config", "service.setting_types", "service.machine"),
     "service/setting_types.py": (),
     # Looks at a host as the doctor does, and runs engines; knows nothing of HTTP.
     "service/first_host": (
         *("service.engine", "service.models", "service.doctor", "adapters", "kernels"),
-        *("service.settings", "service.machine", "service.child_process", "service.version"),
+        *("service.settings", "service.machine", "service.version"),
     ),
+}
+
+# Inside a package: each folder and file, and those beside it that it may import. Each names only those above it, so
+# there is no circle.
+LAYERS: dict[str, dict[str, str]] = {
+    "kernels": {
+        "activation": "",
+        "arrays": "",
+        "ascend_chips": "",
+        "query_starts": "",
+        "triton_launch": "",
+        "attention_maps": "arrays",
+        "shapes": "activation",
+        "contract": "attention_maps shapes",
+        "platform": "ascend_chips contract",
+        "ascend_runtime": "platform",
+        "compile_ahead": "platform",
+        "linear": "contract platform",
+        "paged_attention": "attention_maps contract platform shapes triton_launch",
+        "rms_norm": "contract platform triton_launch",
+        "row_scatter": "contract platform triton_launch",
+        "sampling": "arrays contract platform triton_launch",
+        "swiglu": "activation contract platform triton_launch",
+        "ascend_relaunch": "ascend_runtime",
+        "causal_conv1d": "ascend_runtime contract platform query_starts triton_launch",
+        "experts": "contract linear platform shapes swiglu",
+        "gated_delta": "ascend_relaunch causal_conv1d contract platform shapes triton_launch",
+        "lora": "arrays ascend_relaunch ascend_runtime contract platform triton_launch",
+        "rotary_kv": "ascend_relaunch contract paged_attention platform shapes triton_launch",
+        "lora_window": "ascend_relaunch contract lora platform triton_launch",
+        "probe": "ascend_runtime attention_maps causal_conv1d compile_ahead experts gated_delta "
+        "linear lora lora_window paged_attention platform rms_norm rotary_kv row_scatter sampling shapes swiglu",
+    },
+    "adapters": {
+        "errors": "",
+        "gil_lock": "",
+        "isolation": "",
+        "layout": "",
+        "quota": "",
+        "chunked_json": "gil_lock",
+        "non_lora_plan": "layout",
+        "files": "chunked_json errors gil_lock layout",
+        "row_plan": "layout non_lora_plan",
+        "text": "errors files",
+        "peft": "errors files isolation layout text",
+        "memory": "errors files layout peft row_plan",
+        "upload": "errors files layout peft quota row_plan text",
+        "store": "errors files layout row_plan text upload",
+    },
+    "service/models": {
+        "errors": "",
+        "heap": "",
+        "step_batch": "",
+        "spec": "errors",
+        "checkpoint": "errors spec",
+        "families": "errors spec",
+        "layers": "checkpoint errors spec step_batch",
+        "layouts": "errors families spec",
+        "loader": "checkpoint errors families heap layers layouts spec",
+    },
+    "service/engine": {
+        "ipc": "",
+        "transient_thread": "",
+        "model": "ipc",
+        "sequences": "ipc",
+        "grammar": "ipc model sequences transient_thread",
+        "step_records": "ipc sequences",
+        "loras": "ipc step_records",
+        "request_checks": "grammar ipc loras model sequences",
+        "scheduling": "loras sequences",
+        "requests": "grammar ipc loras model request_checks scheduling sequences",
+        "step": "ipc loras model scheduling sequences",
+        "engine": "grammar ipc loras model requests scheduling sequences step step_records",
+        "startup": "engine ipc loras model scheduling step transient_thread",
+        "process": "engine ipc startup",
+    },
+    "service/api": {
+        "engine_protocol": "",
+        "errors": "",
+        "metrics": "",
+        "page": "",
+        "page_cache": "",
+        "route_table": "",
+        "store_health": "",
+        "threads": "",
+        "logprob_budget": "errors",
+        "queue_limits": "errors",
+        "run_in_thread": "threads",
+        "uploads": "errors",
+        "schema": "errors run_in_thread",
+        "http": "errors schema threads",
+        "state": "engine_protocol errors logprob_budget metrics page_cache queue_limits schema store_health uploads",
+        "access": "errors page state",
+        "admission": "access errors http run_in_thread schema state",
+        "openapi": "access schema",
+        "generation": "admission errors http logprob_budget metrics run_in_thread schema state",
+        "entry": "access errors generation http metrics schema",
+        "adapter_routes": "access admission entry errors openapi page_cache schema state threads uploads",
+        "routes": "access adapter_routes admission entry errors generation http openapi "
+        "run_in_thread schema state threads",
+    },
 }
 
 
@@ -145,14 +233,62 @@ def test_imports_point_one_way(part: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def _part(name: str, package: str) -> str | None:
+    """The folder or file of the package that a dotted name lies in; None outside of it and for the package itself."""
+    dotted = package.replace("/", ".") + "."
+    return name.removeprefix(dotted).split(".")[0] if name.startswith(dotted) else None
+
+
+@pytest.mark.parametrize("package", LAYERS)
+def test_layers_of_a_package_import_only_what_lies_below(package: str) -> None:
+    layers = LAYERS[package]
+    for number, (part, below) in enumerate(layers.items()):
+        assert set(below.split()) <= set(list(layers)[:number]), f"{package}/{part} names what does not stand above it"
+    parts = {path.stem if path.is_file() else path.name for path in (ROOT / package).iterdir()}
+    present = {part for part in parts if _files(package, part)}
+    assert set(layers) == present, "a folder or file is missing in LAYERS, or is gone"
+    wrong = [
+        f"{path}:{line} imports {name}"
+        for part, below in layers.items()
+        for path in _files(package, part)
+        for line, name in _imported(path)
+        if (imported := _part(name, package)) in layers and imported not in (part, *below.split())
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def _files(package: str, part: str) -> list[Path]:
+    """The Python files of one folder or file of a package."""
+    if part == "__init__":
+        return []
+    here = ROOT / package / part
+    return (
+        sorted(here.rglob("*.py")) if here.is_dir() else [here.with_suffix(".py")] * here.with_suffix(".py").is_file()
+    )
+
+
+MAX_FILES_OF_A_FOLDER = 16
+
+
+def test_no_folder_is_crowded() -> None:
+    """A stranger finds a file by the names of folders and of at most sixteen files."""
+    counts = Counter(path.parent for top in SOURCES for path in (ROOT / top).rglob("*.py"))
+    crowded = {
+        str(folder.relative_to(ROOT)): count for folder, count in counts.items() if count > MAX_FILES_OF_A_FOLDER
+    }
+    assert not crowded, crowded
+
+
 def test_ray_is_imported_by_its_own_modules_alone() -> None:
     """It is an extra: whoever does not ask for it need not have it."""
     files = [path for top in ("service", "kernels", "adapters") for path in (ROOT / top).rglob("*.py")]
     names = {path: {name for _, name in _imported(path)} for path in files}
-    importing = {path.name for path in files if any(one.split(".")[0] == "ray" for one in names[path])}
-    assert importing == {"ray_app.py", "ray_replicas.py"}
-    theirs = {path.name for path in files if any(one.startswith("service.ray_") for one in names[path])}
-    assert theirs == {"ray_app.py"}
+    importing = {
+        path.relative_to(ROOT).as_posix() for path in files if any(one.split(".")[0] == "ray" for one in names[path])
+    }
+    assert importing == {"service/ray_serve/app.py", "service/ray_serve/replicas.py"}
+    outside = [path for path in files if "ray_serve" not in path.parts]
+    assert not [path for path in outside if any(one.startswith("service.ray_serve") for one in names[path])]
 
 
 def test_modules_that_texts_name_are_there() -> None:

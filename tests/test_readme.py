@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.support.blocks import ROOT, blocks, run
-from tests.support.server import Server, running_server
+from tests.support.http.server import Server, running_server
 
 README = (ROOT / "README.md").read_text()
 

@@ -17,8 +17,8 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.smollm2 import FILE, installed, unpack
-from tests.support.server import Server, running_server
-from tests.support.uploads import upload
+from tests.support.http.server import Server, running_server
+from tests.support.http.uploads import upload
 from tests.tolerances import LOGITS
 
 BASE, MAX_TOKENS = "smollm2", 16

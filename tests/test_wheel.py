@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.http.server import running_server
 from tests.support.limits import LIMIT_SECONDS
-from tests.support.server import running_server
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("service", "kernels", "adapters")

@@ -4,7 +4,7 @@
 
 Starts a server of the bundled model on this machine, uploads adapters over HTTP, and stops it again. The store needs
 about 12 KB of disk for each adapter. The longest that a callback keeps the event loop is noted beside (processor time,
-see `bench.loop_stretches`; what takes less than 1 ms is 0).
+see `bench.steps.loop_stretches`; what takes less than 1 ms is 0).
 
 `python -m bench.adapters.moves` has requests while names move.
 """
@@ -22,12 +22,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from bench import loop_stretches
 from bench.adapters.peft_files import adapter_files
 from bench.adapters.poller import polling
-from bench.http_client import complete_all
+from bench.http.http_client import complete_all
 from bench.rounds import percentile
 from bench.server_process import Server, running_server, wait_for
+from bench.steps import loop_stretches
 from service.settings import BUNDLED_MODEL_DIR
 
 NUM_SAMPLES = 100
@@ -68,7 +68,7 @@ def _started(work_dir: Path, figures: dict[str, Any], name: str) -> Iterator[Ser
     begin = time.perf_counter()
     os.environ[loop_stretches.VARIABLE] = str(work_dir / "stretches")
     settings: dict[str, Any] = {"store_dir": work_dir / "store", "preload_adapters_dir": work_dir / "none"}
-    with running_server(BUNDLED_MODEL_DIR, work_dir, module="bench.loop_stretches", **settings) as server:
+    with running_server(BUNDLED_MODEL_DIR, work_dir, module="bench.steps.loop_stretches", **settings) as server:
         wait_for(lambda: server.get("/ready").status_code == 200, "the server to be ready")
         figures[f"{name}_start_seconds"] = round(time.perf_counter() - begin, 2)
         figures[f"{name}_api_cpu_seconds"] = round(api_cpu_seconds(server), 2)

@@ -14,7 +14,7 @@ import httpx
 
 from bench.adapters.kill_targets import Target, is_whole, replicas_of, settings_of
 from bench.processes import command_line, descendants
-from bench.ray_server import deploy, running_ray
+from bench.scale.ray_server import deploy, running_ray
 from bench.server_process import wait_for
 
 _HAS_HAPROXY = os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"

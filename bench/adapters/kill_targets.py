@@ -17,7 +17,7 @@ import httpx
 from bench.adapters.kill_tenants import Keys, Tenant
 from bench.limits import LIMIT_SECONDS
 from bench.server_process import Server, start_server, wait_for
-from service.engine.client import MAX_DEATHS
+from service.engine.ipc.client import MAX_DEATHS
 from service.settings import BUNDLED_MODEL_DIR
 
 MAX_VERSIONS = 3

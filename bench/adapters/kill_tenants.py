@@ -148,5 +148,5 @@ class Keys:
         return key
 
     def _run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        command = (sys.executable, "-m", "service.cli", "keys", *arguments, "--keys-file", str(self.path))
+        command = (sys.executable, "-m", "service.cli.main", "keys", *arguments, "--keys-file", str(self.path))
         return subprocess.run(command, check=True, capture_output=True, text=True, timeout=LIMIT_SECONDS)

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import torch
 
-from adapters.host_tier import HostTier
-from adapters.store import AdapterStore
-from bench.cluster import write_adapter
+from adapters.memory.host_tier import HostTier
+from adapters.store.store import AdapterStore
+from bench.scale.cluster import write_adapter
 from bench.shapes import SHAPES, write_outside
 from service.models.layouts import layout_in
 

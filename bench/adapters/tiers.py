@@ -29,11 +29,11 @@ from typing import Any
 import torch
 
 from bench.arguments import facts_of, load_of, parser_of
-from bench.in_process import WarmEngine, build_warm_engine
 from bench.rounds import percentile
-from service.engine.messages import Submit
-from service.engine.residency import AdapterState, Residency
-from service.first_host.driving import Driver, greedy
+from bench.steps.in_process import WarmEngine, build_warm_engine
+from service.engine.ipc.messages import Submit
+from service.engine.loras.residency import AdapterState, Residency
+from service.first_host.steps.driving import Driver, greedy
 
 NUM_LOADS = 20
 

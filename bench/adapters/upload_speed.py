@@ -126,7 +126,7 @@ def measure_clients(work_dir: Path, rank: int, num_rounds: int) -> dict[str, Any
 
 def _sent_by(client: str, server: Server, directory: Path, name: str) -> tuple[float, float]:
     """Seconds until the client has ended, and until the adapter has answered with a token."""
-    command = [sys.executable, "-m", "service.cli", "upload", str(directory), "--name", name, "--url", server.url]
+    command = [sys.executable, "-m", "service.cli.main", "upload", str(directory), "--name", name, "--url", server.url]
     if client == "curl":
         files = [flag for file in sorted(directory.iterdir()) for flag in ("-F", f"file=@{file}")]
         command = ["curl", "-sfS", "-X", "PUT", *files, f"{server.url}/v1/adapters/{name}"]

@@ -21,10 +21,10 @@ from pathlib import Path
 
 import httpx
 
-from bench import loop_stretches
 from bench.hostile.attacks import attacks
 from bench.hostile.target import HOSTILE_ADDRESS, Target
 from bench.server_process import running_server
+from bench.steps import loop_stretches
 
 
 @contextmanager
@@ -59,7 +59,7 @@ def main() -> None:
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--model", default="base")
     parser.add_argument("--only", default="", help="those attacks whose names have this in them")
-    parser.add_argument("--own-server", action="store_true", help="start one, see bench.loop_stretches")
+    parser.add_argument("--own-server", action="store_true", help="start one, see bench.steps.loop_stretches")
     given = parser.parse_args()
     if not given.own_server:
         run(Target(given.url, given.model, HOSTILE_ADDRESS), None, given.only)
@@ -67,13 +67,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="hostile-") as root:
         stretches = Path(root) / "stretches"
         os.environ[loop_stretches.VARIABLE] = str(stretches)
-        with running_server(None, Path(root), module="bench.loop_stretches", min_free_disk_bytes=0) as server:
+        with running_server(None, Path(root), module="bench.steps.loop_stretches", min_free_disk_bytes=0) as server:
             run(Target(server.url, given.model, HOSTILE_ADDRESS), stretches, given.only)
             print(f"{server.log.count('Traceback')} tracebacks in the server's log")
 
 
 def run(target: Target, stretches: Path | None, only: str) -> None:
-    """A line for each attack whose name has `only` in it; with the file of `bench.loop_stretches` the longest of
+    """A line for each attack whose name has `only` in it; with the file of `bench.steps.loop_stretches` the longest of
     them too."""
     for name, attack in attacks(target).items():
         if only not in name:

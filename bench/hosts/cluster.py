@@ -13,8 +13,8 @@ import httpx
 
 from bench.hosts.network import SHARED, Host
 from bench.processes import command_line, descendants
-from bench.ray_server import haproxy_command
-from service.ray_haproxy import ENVIRONMENT
+from bench.scale.ray_server import haproxy_command
+from service.ray_serve.haproxy import ENVIRONMENT
 
 _RAY_PORT, _PORT, _DASHBOARD_PORT = 6379, 8000, 8265
 _OBJECT_BYTES = 80 * 2**20
@@ -57,7 +57,7 @@ class Cluster:
         settings = {"store_dir": f"{SHARED}/store", "model_dir": f"{SHARED}/base", "model_name": "tiny"}
         settings |= {"preload_adapters_dir": f"{SHARED}/adapters", "kv_bytes": "24MiB", **others.pop("settings", {})}
         args = {"engines": engines, "ingresses": ingresses, "num_cpus": 1, "resources": {_ENGINE: 1}, **others}
-        application = {"name": "multilora", "route_prefix": "/", "import_path": "service.ray_app:build"}
+        application = {"name": "multilora", "route_prefix": "/", "import_path": "service.ray_serve.app:build"}
         config = {
             "proxy_location": "EveryNode",
             "http_options": {"host": "0.0.0.0", "port": _PORT},

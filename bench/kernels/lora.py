@@ -32,7 +32,7 @@ import torch
 from bench.kernels.timing import FLOOR_BYTES_PER_SECOND, FLOOR_FLOP_PER_SECOND, num_sets, time_graph
 from kernels.lora import ops, reference
 from kernels.lora.maps import LoraMaps, LoraStack, Segment
-from service.engine.step_sizes import TOKEN_SIZES
+from service.engine.model.padding import TOKEN_SIZES
 
 EMPTY_KERNEL_MICROSECONDS = 0.9
 DECODE_BAR, PREFILL_BAR = 0.70, 0.75

@@ -22,8 +22,7 @@ import torch
 
 from bench.kernels.lora import ROWS, Arguments, Row, check, geometric_mean, make_maps, make_set, make_sets
 from bench.kernels.timing import time_graph
-from kernels.lora.triton_cuda import lora_linear
-from kernels.lora.triton_cuda_configs import (
+from kernels.lora.cuda.configs import (
     ExpandConfig,
     LoraConfig,
     OneTokenExpand,
@@ -31,6 +30,7 @@ from kernels.lora.triton_cuda_configs import (
     ShrinkConfig,
     config_for,
 )
+from kernels.lora.triton_cuda import lora_linear
 
 NUM_REPLAYS = 10
 

@@ -1,5 +1,5 @@
-"""Whether NFS gives what a shared store relies on (`adapters.sharing`): machines of QEMU's, one of which exports a
-directory by NFS 4.2 and two mount it. Root on Debian.
+"""Whether NFS gives what a shared store relies on (`adapters.store.shared_log`): machines of QEMU's, one of which
+exports a directory by NFS 4.2 and two mount it. Root on Debian.
 
     bench/nfs/image.sh DIR      # once
     python -m bench.nfs DIR [--options hard,lookupcache=positive] [--changes 60] [--seed 0] [--accelerator tcg]

@@ -10,10 +10,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from adapters import sharing
 from adapters.errors import AdapterError
-from adapters.names import move
-from adapters.store import AdapterStore, StoreLimits
+from adapters.files.name_versions import move
+from adapters.store import shared_log
+from adapters.store.store import AdapterStore, StoreLimits
 from bench.adapters.peft_files import adapter_files
 from service.models.layouts import layout_in
 from service.settings import BUNDLED_MODEL_DIR
@@ -28,7 +28,7 @@ class Worker:
         self._root = root
         self._turn = ExitStack()
         self._store: AdapterStore | None = None
-        self._parts: sharing.Sharing | None = None
+        self._parts: shared_log.Sharing | None = None
 
     # ---- what the store relies on
 
@@ -84,7 +84,7 @@ class Worker:
 
     def open(self, log_bytes: int) -> None:
         """log_bytes  of the log of changes: where there are few, it begins anew often"""
-        sharing.LOG_BYTES = log_bytes
+        shared_log.LOG_BYTES = log_bytes
         limits = StoreLimits(free_disk_floor_bytes=0, max_versions=3)
         layout = layout_in(BUNDLED_MODEL_DIR)
         self._store = AdapterStore(self._root / "store", layout, limits, base_name="base", shared=True)
@@ -133,8 +133,8 @@ class Worker:
         return self._store
 
     @property
-    def _sharing(self) -> sharing.Sharing:
-        self._parts = self._parts or sharing.Sharing(self._root)
+    def _sharing(self) -> shared_log.Sharing:
+        self._parts = self._parts or shared_log.Sharing(self._root)
         return self._parts
 
 

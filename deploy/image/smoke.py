@@ -34,9 +34,9 @@ def main(target: str, constraints: list[Path]) -> None:
         assert installed["torch-npu"].partition(".post")[0] == installed["torch"].partition("+")[0]
         source = Path(triton.__file__).parent / "backends" / "ascend" / "npu_utils.cpp"
         assert "RT_LIMIT_TYPE_SIMT" not in source.read_text(), "triton-ascend is not patched"
-    import service.app
+    import service.server.app
 
-    assert Path(service.app.__file__).is_relative_to("/opt/multilora/src")
+    assert Path(service.server.app.__file__).is_relative_to("/opt/multilora/src")
     print(f"smoke: {target}: {len(installed)} distributions, torch {torch.__version__}")
 
 

@@ -11,7 +11,7 @@ from torch.nn import functional
 from kernels.contract import Contract
 from kernels.experts.ops import PackedExperts
 from kernels.experts.pairs import by_expert, summed
-from kernels.probe.shapes import ProbeShapes
+from kernels.shapes import ProbeShapes
 from kernels.swiglu.ops import swiglu
 
 # Rows of what the products read start at multiples of this.

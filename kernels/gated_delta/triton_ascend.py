@@ -20,7 +20,7 @@ from kernels.gated_delta.triton_ascend_chunks import KERNELS, MAX_KEY_DIM, MAX_S
 from kernels.gated_delta.triton_ascend_decode import gated_delta_decode
 from kernels.gated_delta.triton_ascend_walk import gated_delta_walk
 from kernels.platform import in_use
-from kernels.probe.shapes import ProbeShapes
+from kernels.shapes import ProbeShapes
 
 # float32 elements of a tile of a state: what the compiler makes of it twice, so that one tile is read while another is
 # computed, takes 72 % of the unified buffer. Tiles twice as large have the compiler give up the second copy.

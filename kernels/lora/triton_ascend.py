@@ -25,10 +25,10 @@ from torch.nn import functional
 from kernels.ascend_relaunch import Relaunch, current_stream
 from kernels.ascend_runtime import check_launch
 from kernels.contract import Contract
-from kernels.lora.idle import launch_idle
+from kernels.lora.ascend.tiles import RANK_PARTS, Regime, choose
 from kernels.lora.maps import LoraMaps, LoraStack
 from kernels.lora.max_rank import MAX_KERNEL_RANK
-from kernels.lora.triton_ascend_tiles import RANK_PARTS, Regime, choose
+from kernels.lora.skip import launch_idle
 from kernels.platform import in_use
 from kernels.triton_launch import Workspace, count_compiled, is_capturing
 
@@ -53,7 +53,7 @@ class LoraLaunch:
     kernel: str
     grid: tuple[int, ...]
     arguments: dict[str, Any]
-    module: str = "kernels.lora.triton_ascend_kernels"
+    module: str = "kernels.lora.ascend.kernels"
 
     def run(self) -> Any:
         """Launch it. Returns the compiled kernel; None from Triton's interpreter."""
@@ -342,7 +342,7 @@ def map_arguments(stack: LoraStack, maps: LoraMaps) -> dict[str, torch.Tensor]:
 
 # ---------------------------------------------------------------- what a device keeps between launches
 def _kernels() -> ModuleType:
-    return importlib.import_module("kernels.lora.triton_ascend_kernels")
+    return importlib.import_module("kernels.lora.ascend.kernels")
 
 
 @cache

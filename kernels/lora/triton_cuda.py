@@ -15,12 +15,9 @@ import torch
 import triton
 
 from kernels.contract import Contract
-from kernels.lora import plain
-from kernels.lora import triton_cuda_one_token as one_token
-from kernels.lora.idle import launch_idle
-from kernels.lora.maps import LoraMaps, LoraStack
-from kernels.lora.max_rank import MAX_KERNEL_RANK
-from kernels.lora.triton_cuda_configs import (
+from kernels.lora import cublas
+from kernels.lora.cuda import one_token
+from kernels.lora.cuda.configs import (
     ExpandConfig,
     LoraConfig,
     OneTokenExpand,
@@ -28,15 +25,18 @@ from kernels.lora.triton_cuda_configs import (
     ShrinkConfig,
     config_for,
 )
-from kernels.lora.triton_cuda_expand import lora_expand_kernel
-from kernels.lora.triton_cuda_shrink import lora_embedding_kernel, lora_shrink_kernel
+from kernels.lora.cuda.expand import lora_expand_kernel
+from kernels.lora.cuda.shrink import lora_embedding_kernel, lora_shrink_kernel
+from kernels.lora.maps import LoraMaps, LoraStack
+from kernels.lora.max_rank import MAX_KERNEL_RANK
+from kernels.lora.skip import launch_idle
 from kernels.platform import detect
 from kernels.triton_launch import Workspace, count_compiled, launch_options, launches_dependently
 
 # Tokens of a tile of the expand where columns do not start at multiples of 16. Tiles of 64 go through wgmma, which
 # finds operands through descriptors, and CUDA 12.8's ptxas (Triton 3.6 and 3.7 bring it) takes some of those from the
 # wrong register in these variants, which have addresses for every column: illegal accesses, or wrong results.
-# tests/support/sass.py looks for that in the variants that are used.
+# tests/support/ops/sass.py looks for that in the variants that are used.
 _MAX_UNALIGNED_TOKENS = 32
 
 
@@ -86,9 +86,9 @@ def lora_linear(
     """
     device = _Device.of(x)
     config = config or device.config(maps.num_tokens)
-    if not overwrite and row_index is None and plain.serves(config, x, stack, maps):
+    if not overwrite and row_index is None and cublas.serves(config, x, stack, maps):
         h = device.h(1, len(stack.a), maps.num_tokens, x.dtype)[0]
-        plain.lora_linear(x, out, h, stack, maps)
+        cublas.lora_linear(x, out, h, stack, maps)
         return
     h = device.h(config.shrink.splits(x.shape[1]), len(stack.a), maps.num_tokens, stack.a[0].dtype)
     dependent = device.dependent_launch

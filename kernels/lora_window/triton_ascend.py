@@ -15,10 +15,10 @@ import torch
 from kernels.ascend_relaunch import current_stream
 from kernels.contract import Contract
 from kernels.lora import triton_ascend as lora
-from kernels.lora.idle import idle_maps
+from kernels.lora.ascend.tiles import FEW_TOKENS, Regime, choose
 from kernels.lora.maps import LoraMaps, LoraStack
+from kernels.lora.skip import idle_maps
 from kernels.lora.triton_ascend import KEPT_TOKENS, RANK_BLOCK, LoraLaunch
-from kernels.lora.triton_ascend_tiles import FEW_TOKENS, Regime, choose
 from kernels.triton_launch import count_compiled
 
 _MODULE = "kernels.lora_window.triton_ascend_kernels"

@@ -1,6 +1,6 @@
 """The window's LoRA kernels for Ascend NPUs. Not verified on an NPU: compiled, and its lowered code executed, without.
 
-For few tokens, on the vector cores; as `kernels.lora.triton_ascend_kernels`, whose words for work items, visits and
+For few tokens, on the vector cores; as `kernels.lora.ascend.kernels`, whose words for work items, visits and
 shapes are used here. h stands behind the base output, the slices of a rank side by side: a block of R ranks is read in
 one transfer with all of its slices, of which the chip keeps one. So what is read besides B is a few bytes for each
 token and chunk of columns, where a shrink of its own leaves as many partial sums as it has splits.
@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.lora.triton_ascend_kernels import chunk_at, load_b, rows_of, store_delta
+from kernels.lora.ascend.kernels import chunk_at, load_b, rows_of, store_delta
 
 # Everything but the constexprs: a kernel is not compiled anew for another size, or for a map that begins elsewhere.
 _MAPS = ["token_segment", "segment_starts", "places", "first_rows", "ranks", "scalings"]

@@ -14,8 +14,8 @@ import torch
 
 from kernels import triton_launch
 from kernels.contract import Contract
-from kernels.lora.idle import idle_maps, idle_matrix
 from kernels.lora.maps import LoraMaps, LoraStack
+from kernels.lora.skip import idle_maps, idle_matrix
 from kernels.lora_window.triton_cuda_configs import TokenConfig, WindowConfig, WindowTileConfig, config_for
 from kernels.lora_window.triton_cuda_tiles import lora_expand_tile_kernel, swiglu_tile_kernel
 from kernels.lora_window.triton_cuda_tokens import lora_expand_token_kernel, swiglu_token_kernel

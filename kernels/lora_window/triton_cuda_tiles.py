@@ -8,7 +8,7 @@ What such a kernel takes is latency: of loads that wait for one another, since o
 are asked for as soon as the first row is known, without a look at the rank, which stands in a table of the layer's own,
 and what is past the rank is dropped later. (The sixteen rows from an adapter's first one on are its own.)
 
-Order of events under programmatic dependent launch: as in `kernels.lora.triton_cuda_tiles`. Before `gdc_wait` only maps
+Order of events under programmatic dependent launch: as in `kernels.lora.cuda.tiles`. Before `gdc_wait` only maps
 and rows are read.
 
 Shape comments: M tokens of a tile, R ranks, N columns.
@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.lora.triton_cuda_tiles import multiply, pick
+from kernels.lora.cuda.tiles import multiply, pick
 
 
 @triton.jit

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from kernels.lora.triton_cuda_tiles import pick
+from kernels.lora.cuda.tiles import pick
 from kernels.lora_window.triton_cuda_tiles import find_columns, load_first_ranks
 
 

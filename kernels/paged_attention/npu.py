@@ -22,7 +22,7 @@ import torch_npu
 from kernels.attention_maps import AttentionMaps
 from kernels.contract import Contract
 from kernels.platform import MAX_CACHE_ELEMENTS
-from kernels.probe.shapes import ProbeShapes
+from kernels.shapes import ProbeShapes
 
 # What the operator takes in the layout TND with a paged cache. 256 is not documented, but used in production.
 DTYPES = (torch.float16, torch.bfloat16)

@@ -26,7 +26,7 @@ from kernels.paged_attention.triton_cuda_configs import (
 )
 from kernels.paged_attention.triton_cuda_kernels import paged_attention_kernel, sum_splits_kernel
 from kernels.platform import in_use
-from kernels.probe.shapes import ProbeShapes
+from kernels.shapes import ProbeShapes
 from kernels.triton_launch import Workspace, count_compiled
 
 _LOG2_E = math.log2(math.e)

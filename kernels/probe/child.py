@@ -46,9 +46,9 @@ def _probe(say: Any) -> None:
     import torch
 
     from kernels.platform import detect, prepare
-    from kernels.probe.ahead import compile_ahead_of
+    from kernels.probe.precompile import compile_ahead_of
     from kernels.probe.run import try_op
-    from kernels.probe.shapes import ProbeShapes
+    from kernels.shapes import ProbeShapes
 
     if sys.argv[2:]:  # what ends here costs no more than what ends while it compiles ahead
         say(ahead=True)

@@ -8,11 +8,11 @@ import logging
 import torch
 
 from kernels.platform import BackendError, Platform, in_use, install
-from kernels.probe.apart import probe_apart
+from kernels.probe.isolated import probe_apart
 from kernels.probe.op_reports import OpReport
 from kernels.probe.probe_process import ProbeProcess
 from kernels.probe.run import REFERENCE, probe
-from kernels.probe.shapes import ProbeShapes
+from kernels.shapes import ProbeShapes
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """Runs the cases of each op on its implementations, best first, against plain torch on the host.
 
-Run in the process that will serve (`probe`) or in one of its own (`apart.py`), which survives what this does not: a
+Run in the process that will serve (`probe`) or in one of its own (`isolated.py`), which survives what this does not: a
 kernel that kills the process, one that never ends, one that leaves the device unusable.
 """
 
@@ -17,10 +17,10 @@ from dataclasses import replace
 import torch
 
 from kernels.platform import HEADS_FIRST, IMPLEMENTATIONS, REGIME_OF_CASE, Platform, detect, installed
-from kernels.probe.cases import Case, cases_of
+from kernels.probe.cases.registry import Case, cases_of
+from kernels.probe.cases.test_tensors import Place
 from kernels.probe.op_reports import OpReport, Trial, TrialStatus
-from kernels.probe.place import Place
-from kernels.probe.shapes import ProbeShapes
+from kernels.shapes import ProbeShapes
 
 REFERENCE = "reference"
 _HOST = torch.device("cpu")

@@ -15,9 +15,9 @@ import torch_npu
 
 from kernels.contract import Contract
 from kernels.paged_attention.cache_layout import as_lines, line_slots
-from kernels.probe.shapes import ProbeShapes
 from kernels.rotary_kv import reference
 from kernels.rotary_kv.gates import without_gates
+from kernels.shapes import ProbeShapes
 
 # What torch_npu documents for the mode "half": fewer heads and a smaller head than these.
 _HEADS_END = 1000

@@ -20,8 +20,8 @@ from kernels.ascend_relaunch import AscendLaunch, Relaunch, current_stream
 from kernels.contract import Contract
 from kernels.paged_attention.cache_layout import is_heads_first
 from kernels.platform import in_use
-from kernels.probe.shapes import ProbeShapes
 from kernels.rotary_kv.gates import without_gates
+from kernels.shapes import ProbeShapes
 
 # Elements of an item: few enough that one token has work for several cores.
 _ITEM_ELEMENTS = 1024

@@ -6,8 +6,9 @@ A further one is one field of `Parameters` and one line in each implementation, 
         ...maps.parameter("made_up")...   # [rows]
 
 The rest follows from the declaration: the field of HTTP requests with its bounds and what is said of it, the model's
-default in its `generation_config.json`, the field of the message to the engine (`service.engine.messages.Sampling`) and
-the check there, the way to the device, the neutral value in rows that do not ask, and whether any row of a step does.
+default in its `generation_config.json`, the field of the message to the engine (`service.engine.ipc.messages.Sampling`)
+and the check there, the way to the device, the neutral value in rows that do not ask, and whether any row of a step
+does.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""What the API needs of an engine; `service.engine.client` and `service.cluster.engines` have the real ones."""
+"""What the API needs of an engine; `service.engine.ipc.client` and `service.cluster.engines` have the real ones."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
-from service.engine.messages import EngineSaid, Finished, Ready, Stats, Submit, Tier, Tokens
+from service.engine.ipc.messages import EngineSaid, Finished, Ready, Stats, Submit, Tier, Tokens
 
 
 class Messages(Protocol):
-    """What an engine says of one request; `service.engine.streams.TokenStream` is the real one."""
+    """What an engine says of one request; `service.engine.ipc.token_streams.TokenStream` is the real one."""
 
     def listen(self, listener: Callable[[], None], begin_anew: Callable[[], bool] | None = None) -> None:
         """Call `listener` whenever there is something to `poll`, now if there is already.
@@ -23,7 +23,7 @@ class Messages(Protocol):
 
 
 class EngineProtocol(Protocol):
-    """What the routers need of the engine client; `service.engine.client.EngineClient` is the real one."""
+    """What the routers need of the engine client; `service.engine.ipc.client.EngineClient` is the real one."""
 
     @property
     def state(self) -> str:

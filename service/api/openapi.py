@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from copy import deepcopy
 from typing import Any
 
-from service.api.answers import ErrorResponse
-from service.api.auth import Access, Need
+from service.api.access.auth import Access, Need
+from service.api.schema.answers import ErrorResponse
 
 _REASONS = {
     400: "The request is wrong; the message says what to change.",

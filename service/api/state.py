@@ -1,4 +1,4 @@
-"""What the routers share: one object on the application, built by `service.app`."""
+"""What the routers share: one object on the application, built by `service.server.app`."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from weakref import WeakValueDictionary
 
 from fastapi import Request
 
-from adapters.index import Query
+from adapters.files.manifest import AdapterRecord
+from adapters.files.paths import layout_fingerprint
 from adapters.layout import BaseLayout
-from adapters.paths import layout_fingerprint
-from adapters.records import AdapterRecord
-from adapters.shares import Shares
-from adapters.store import AdapterStore
+from adapters.quota import Shares
+from adapters.store.sqlite_index import Query
+from adapters.store.store import AdapterStore
 from kernels.sampling.parameters import NEUTRAL
-from service.api.adapter_metrics import MOST_LISTED, Resident, VersionOf
 from service.api.engine_protocol import EngineProtocol
 from service.api.errors import NotReady, QueueFull
-from service.api.gate import Gate
-from service.api.held_logprobs import logprob_shares
-from service.api.metrics import Metrics
+from service.api.logprob_budget import logprob_shares
+from service.api.metrics.adapter_metrics import MOST_LISTED, Resident, VersionOf
+from service.api.metrics.metrics import Metrics
 from service.api.page_cache import PageCache
-from service.api.schemas import MAX_HELD_LOGPROBS
-from service.api.store_look import StoreLook
-from service.api.upload_places import UploadPlace, UploadPlaces
-from service.engine.messages import Ready, Tier
+from service.api.queue_limits import Gate
+from service.api.schema.requests import MAX_HELD_LOGPROBS
+from service.api.store_health import StoreLook
+from service.api.uploads.slots import UploadPlace, UploadPlaces
+from service.engine.ipc.messages import Ready, Tier
+from service.fairness.client_identity import PAYER
 from service.grammars.trial import GrammarTrial
-from service.payer import PAYER
 from service.settings import Settings
 from service.tenants.tenants import Tenants
 from service.text.chat_template import ChatTemplate
@@ -58,7 +58,7 @@ class Services:
     pages        of listings, as they were written last
     last_used_seconds  when a request for an adapter of the store last began to run, by name
     pins_changed what is pinned may be something else than before
-    unkept       pinned names that are not kept, see `adapters.pins`
+    unkept       pinned names that are not kept, see `adapters.store.pins`
     """
 
     settings: Settings

@@ -12,8 +12,8 @@ from contextvars import copy_context
 from functools import partial
 from typing import Any, TypeVar
 
-from service.fair_pool import FairPool
-from service.payer import PAYER
+from service.fairness.client_identity import PAYER
+from service.fairness.thread_pool import FairPool
 
 T = TypeVar("T")
 

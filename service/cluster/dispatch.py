@@ -7,11 +7,11 @@ import contextlib
 import time
 from collections.abc import Callable
 
-from service.cluster.expected import Left
-from service.cluster.rotation import Member
+from service.cluster.remaining_work import Left
+from service.cluster.replica_health import Member
 from service.cluster.routing import Demand, Replica, Rule, choose
-from service.engine.messages import Finished, Submit, Tokens
-from service.engine.streams import EngineDied, NeverSent, TokenStream
+from service.engine.ipc.messages import Finished, Submit, Tokens
+from service.engine.ipc.token_streams import EngineDied, NeverSent, TokenStream
 
 
 class Routed:

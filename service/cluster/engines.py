@@ -1,6 +1,6 @@
 """Several engines behind one API process, each with a device of its own; to the routers they are one.
 
-Each is behind an `EngineLink` of its own: a process of this one's, or somewhere else (`service.cluster.remote`). A
+Each is behind an `EngineLink` of its own: a process of this one's, or somewhere else (`service.ray_serve.remote`). A
 request goes where `service.cluster.routing` says; one whose engine dies, or stops answering, before its client has
 had anything of the answer is sent again once, to another (`service.cluster.dispatch`): an answer that is not streamed
 begins anew. A stream that had begun ends with EngineDied, as with one engine.
@@ -15,12 +15,12 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+from service.cluster.aggregate_stats import BestTiers, least_of, sum_of
 from service.cluster.dispatch import Dispatch, Routed
-from service.cluster.rotation import ASK_SECONDS, QUESTIONS_UNTIL_HUNG, QUESTIONS_UNTIL_SILENT, Member
+from service.cluster.replica_health import ASK_SECONDS, QUESTIONS_UNTIL_HUNG, QUESTIONS_UNTIL_SILENT, Member
 from service.cluster.routing import DEFAULT_RULE, Rule
-from service.cluster.totals import BestTiers, least_of, sum_of
-from service.engine.link import EngineLink
-from service.engine.messages import EngineSaid, Ready, Stats, Submit, Tier
+from service.engine.ipc.link import EngineLink
+from service.engine.ipc.messages import EngineSaid, Ready, Stats, Submit, Tier
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import blake2b
 
-from service.engine.messages import Tier
+from service.engine.ipc.messages import Tier
 
 # Adapters whose order is remembered: an order is as long as there are replicas.
 _ORDERS_KEPT = 16_384

@@ -11,8 +11,8 @@ from service.settings import Settings
 
 if TYPE_CHECKING:
     from kernels.platform import Platform
-    from kernels.probe.shapes import ProbeShapes
-    from service.engine.config import EngineConfig
+    from kernels.shapes import ProbeShapes
+    from service.engine.ipc.config import EngineConfig
 
 
 @dataclass(slots=True)

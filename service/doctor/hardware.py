@@ -56,8 +56,8 @@ def look_at_device(examination: Examination) -> Section:
 def look_at_ops(examination: Examination) -> Section:
     """Every op's implementation against plain torch on the host, at the model's own sizes."""
     from kernels.platform import BackendError
-    from kernels.probe.apart import probe_apart
-    from kernels.probe.shapes import ProbeShapes
+    from kernels.probe.isolated import probe_apart
+    from kernels.shapes import ProbeShapes
 
     section = Section("ops", "Ops")
     if examination.platform is None:

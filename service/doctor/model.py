@@ -14,7 +14,7 @@ from service.doctor.report import Section
 from service.settings import BUNDLED_MODEL_DIR
 
 if TYPE_CHECKING:
-    from service.models.spec import ModelSpec
+    from service.models.spec.model_spec import ModelSpec
 
 _RANK = 16
 _MIB = 2**20
@@ -24,10 +24,10 @@ _MOST_FAULTS = 20
 
 def look_at_model(examination: Examination) -> Section:
     """What the model directory holds, and whether its weights fit the device."""
-    from service.engine.build import decide, shapes_to_probe
-    from service.models.config_json import read_config
+    from service.engine.startup.build import decide, shapes_to_probe
     from service.models.errors import ModelError
     from service.models.families import model_spec
+    from service.models.spec.config_json import read_config
 
     settings = examination.settings
     section = Section("model", "Model")
@@ -61,9 +61,9 @@ def time_adapter(examination: Examination) -> Section:
     import torch
 
     from adapters.errors import AdapterError
-    from adapters.host_tier import HostTier
-    from adapters.row_pool import RowPool
-    from adapters.store import AdapterStore, StoreLimits
+    from adapters.memory.host_tier import HostTier
+    from adapters.memory.row_pool import RowPool
+    from adapters.store.store import AdapterStore, StoreLimits
     from service.models.layouts import layout_in
 
     section, settings = Section("adapter", "Adapter"), examination.settings
@@ -145,8 +145,8 @@ def look_at_store(examination: Examination) -> Section:
 def _compare_tensors(section: Section, model_dir: Path, spec: ModelSpec) -> bool:
     """Finds every tensor that is missing, misshapen or not used; none is read. Returns whether the model can be loaded.
     Raises ModelError."""
-    from service.models.checkpoint import open_checkpoint
-    from service.models.tensors import compare
+    from service.models.checkpoint.checkpoint import open_checkpoint
+    from service.models.checkpoint.tensors import compare
 
     with open_checkpoint(model_dir) as checkpoint:
         found = compare(spec, checkpoint)

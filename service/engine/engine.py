@@ -2,7 +2,7 @@
 `process.py`.
 
 Who owns: `requests.py` owns the table of requests; the scheduler owns the sequences and what they hold;
-`adapter_loads.py` owns the way of adapters to the device; the runner owns the model and its caches, the launcher all
+`prefetch.py` owns the way of adapters to the device; the runner owns the model and its caches, the launcher all
 else that a step reads and writes there. The engine owns nothing but the step in flight and the records of past ones.
 After kill -9 nothing is left but the adapter store on disk, which the engine never writes.
 
@@ -41,24 +41,24 @@ from dataclasses import dataclass
 
 import torch
 
-from adapters.row_pool import PoolUsage
-from service.engine.adapter_loads import AdapterLoads
-from service.engine.block_pool import BlockPool
-from service.engine.compiled_grammars import Worker
-from service.engine.config import EngineConfig
-from service.engine.constrained import ConstrainedSequences
-from service.engine.messages import Abort, Evict, Keep, Load, OpInUse, Ready, Stats, Submit
-from service.engine.pooling import PooledStep
+from adapters.memory.row_pool import PoolUsage
+from service.engine.grammar.compiled_grammars import Worker
+from service.engine.grammar.grammar_sequences import ConstrainedSequences
+from service.engine.ipc.config import EngineConfig
+from service.engine.ipc.messages import Abort, Evict, Keep, Load, OpInUse, Ready, Stats, Submit
+from service.engine.loras.interfaces import HostSource, Loader, Rows
+from service.engine.loras.prefetch import AdapterLoads
+from service.engine.model.runner import Runner
 from service.engine.requests import Event, Requests
-from service.engine.residency_parts import HostSource, Loader, Rows
-from service.engine.runner import Runner
-from service.engine.sampled import StepSampling, read_sampled, tokens_message
-from service.engine.scheduler import Scheduler
-from service.engine.sequence import Sequence
-from service.engine.slots import Slots
-from service.engine.step_launcher import StepLauncher
+from service.engine.scheduling.kv_blocks import BlockPool
+from service.engine.scheduling.scheduler import Scheduler
+from service.engine.sequences.sequence import Sequence
+from service.engine.sequences.slots import Slots
+from service.engine.step.launcher import StepLauncher
+from service.engine.step.outputs import StepSampling, read_sampled, tokens_message
+from service.engine.step.pooling import PooledStep
+from service.engine.step.results import StepResult
 from service.engine.step_records import StepRecord, StepRecords, record_of
-from service.engine.step_results import StepResult
 from service.grammars.matching import TokenTable
 
 _NO_ROWS = PoolUsage(0, 0, 0, 0, 0, 0, 0, 0)

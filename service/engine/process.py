@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from adapters.errors import AdapterError
+from adapters.isolation.child_process import die_with_parent
 from kernels.probe.probe_process import ProbeProcess
 from service import logs
-from service.child_process import die_with_parent
-from service.engine.config import EngineOptions
-from service.engine.cpu_threads import DecodeStep, choose_num_threads
-from service.engine.messages import Ask, Drain, Fatal, Finished, FromEngine, Sampling, Stats, Submit, ToEngine
-from service.engine.wire import EngineSide
+from service.engine.ipc.config import EngineOptions
+from service.engine.ipc.messages import Ask, Drain, Fatal, Finished, FromEngine, Sampling, Stats, Submit, ToEngine
+from service.engine.ipc.wire import EngineSide
+from service.engine.startup.cpu_threads import DecodeStep, choose_num_threads
 from service.machine import may_find_accelerator, num_usable_cpus
 from service.models.errors import ModelError
 from service.models.heap import bound_product_caches, keep_freed_memory, trim_heap
@@ -186,7 +186,7 @@ def _warm_engine(options: EngineOptions, probing: ProbeProcess | None) -> Engine
     gc.disable()
     import torch
 
-    from service.engine.build import build_engine
+    from service.engine.startup.build import build_engine
 
     gc.enable()
     # torch goes by the cores of the affinity mask and by OMP_NUM_THREADS, and knows no quota.

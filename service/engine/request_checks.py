@@ -12,9 +12,8 @@ import numpy as np
 from adapters.errors import RowsExceeded
 from kernels.sampling.parameter_rows import row_of
 from kernels.sampling.parameters import PARAMETERS
-from service.engine.adapter_loads import LORA_IS_OFF
-from service.engine.compiled_grammars import NO_GRAMMARS
-from service.engine.messages import (
+from service.engine.grammar.compiled_grammars import NO_GRAMMARS
+from service.engine.ipc.messages import (
     MAX_ENDINGS,
     MAX_LOGIT_BIASES,
     MAX_LOGPROB_TOKEN_IDS,
@@ -23,11 +22,12 @@ from service.engine.messages import (
     Sampling,
     Submit,
 )
-from service.engine.residency_parts import Rows
-from service.engine.sequence import Sequence
+from service.engine.loras.interfaces import Rows
+from service.engine.loras.prefetch import LORA_IS_OFF
+from service.engine.sequences.sequence import Sequence
 
 if TYPE_CHECKING:
-    from service.engine.runner import Capacity
+    from service.engine.model.runner import Capacity
 
 MAX_TOKENS_LIMIT = 2**31
 POOLED_AND_TOKENS = "A pooled vector and tokens cannot be had of one request; send max_tokens 0 with pooling."

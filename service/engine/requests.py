@@ -10,13 +10,13 @@ import time
 from collections.abc import Mapping
 
 from service.engine import request_checks
-from service.engine.adapter_loads import Failure
-from service.engine.constrained import ConstrainedSequences, without_grammar
-from service.engine.messages import Finished, Submit, Tokens
-from service.engine.residency_parts import Rows
-from service.engine.runner import Capacity
-from service.engine.scheduler import Scheduler
-from service.engine.sequence import Sequence
+from service.engine.grammar.grammar_sequences import ConstrainedSequences, without_grammar
+from service.engine.ipc.messages import Finished, Submit, Tokens
+from service.engine.loras.interfaces import Rows
+from service.engine.loras.prefetch import Failure
+from service.engine.model.runner import Capacity
+from service.engine.scheduling.scheduler import Scheduler
+from service.engine.sequences.sequence import Sequence
 
 Event = Tokens | Finished
 NOT_FINITE = "The model gave no finite logits for this request."

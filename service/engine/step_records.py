@@ -7,8 +7,8 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from kernels.lora.ops import call_count
-from service.engine.messages import Tier
-from service.engine.sequence import ScheduledChunk, Sequence
+from service.engine.ipc.messages import Tier
+from service.engine.sequences.sequence import ScheduledChunk, Sequence
 
 MAX_RECORDS = 4096
 

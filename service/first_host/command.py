@@ -25,7 +25,7 @@ from service.first_host.advice import conclude
 from service.first_host.journal import Journal, JournalError, opened
 from service.first_host.outcome import ENDED, FAILED, FirstHostReport, Outcome
 from service.first_host.plan import EVERYWHERE, STEPS, Step
-from service.first_host.step_process import not_applicable_on
+from service.first_host.steps.step_process import not_applicable_on
 from service.first_host.supervise import run_step
 from service.settings import Settings, SettingsError, load_settings
 from service.version import server_version

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from typing import IO, Any
 
-from service.child_process import child_environment
+from adapters.isolation.child_process import child_environment
 from service.first_host.outcome import Fault, Outcome
 from service.first_host.plan import Step
 
@@ -67,7 +67,7 @@ class _Child:
         reader, writer = os.pipe()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "service.first_host.step_process", str(writer)],
+                [sys.executable, "-m", "service.first_host.steps.step_process", str(writer)],
                 stdin=subprocess.PIPE,
                 stdout=said,
                 stderr=said,

@@ -14,8 +14,8 @@ from typing import Any
 import llguidance
 import numpy as np
 
-from service.models.config_json import read_config
 from service.models.families import model_spec
+from service.models.spec.config_json import read_config
 from service.text.tokenizer import TextError, TextTokenizer
 
 # Private use: no text of a grammar has these, so no text is taken for a special token.

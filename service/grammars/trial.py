@@ -2,8 +2,8 @@
 
 A schema of a few lines can overflow the library's stack, or keep it busy for minutes; whatever passes here does neither
 in the engine, which has the same tokens and limits, and more stack. The process reaches no files, no network and no
-other process (`adapters.confinement`). `GrammarTrial` is the parent's side, `python -m service.grammars.trial` the
-child's (`service.bounded_child`).
+other process (`adapters.isolation.confinement`). `GrammarTrial` is the parent's side, `python -m
+service.grammars.trial` the child's (`adapters.isolation.bounded_child`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from service.bounded_child import BoundedChild, excess_of, serve
-from service.fair_cache import FairCache
-from service.fair_pool import FairPool
+from adapters.isolation.bounded_child import BoundedChild, excess_of, serve
+from service.fairness.client_identity import NOBODY, PAYER
+from service.fairness.fair_cache import FairCache
+from service.fairness.thread_pool import FairPool
 from service.grammars.constraints import Constraint, ConstraintError, grammar_of
-from service.payer import NOBODY, PAYER
 
 if TYPE_CHECKING:
     from service.grammars.matching import TokenTable

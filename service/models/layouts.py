@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from adapters.layout import BaseLayout, ProjectionSpec, Slice, SplitModule
-from service.models.config_json import read_config
 from service.models.errors import ModelError
 from service.models.families import model_spec
-from service.models.spec import ModelSpec
+from service.models.spec.config_json import read_config
+from service.models.spec.model_spec import ModelSpec
 
 __all__ = ["ModelError", "ModelSpec", "layout_in", "layout_of", "layout_of_spec", "model_spec"]
 

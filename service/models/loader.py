@@ -11,16 +11,16 @@ import torch
 
 from adapters.layout import BaseLayout
 from kernels.platform import in_use
-from service.models.checkpoint import OpenTensors, TensorSource, open_checkpoint
-from service.models.config_json import read_config
-from service.models.decoder import Decoder
+from service.models.checkpoint.checkpoint import OpenTensors, TensorSource, open_checkpoint
+from service.models.checkpoint.tensors import compare
 from service.models.errors import ModelError
 from service.models.families import model_spec
 from service.models.heap import trim_heap
+from service.models.layers.decoder import Decoder
+from service.models.layers.weights import Weights
 from service.models.layouts import layout_in
-from service.models.spec import ModelSpec
-from service.models.tensors import compare
-from service.models.weights import Weights
+from service.models.spec.config_json import read_config
+from service.models.spec.model_spec import ModelSpec
 
 log = logging.getLogger(__name__)
 

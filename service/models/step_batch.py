@@ -1,4 +1,4 @@
-"""The flattened step: what the model's forward reads. Built on the host by `service/engine/step_inputs.py`, passed as
+"""The flattened step: what the model's forward reads. Built on the host by `service/engine/step/inputs.py`, passed as
 an argument.
 
 Sequences stand in adapter order, the base model's last; the tokens of a sequence are contiguous, so segments are too.

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, model_validator
 
-from service.engine.messages import MAX_WEIGHT, MIN_WEIGHT
+from service.engine.ipc.messages import MAX_WEIGHT, MIN_WEIGHT
 
 Scope = Literal["infer", "upload", "delete", "admin"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)

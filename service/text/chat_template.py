@@ -12,9 +12,9 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from adapters.extras import TEMPLATES_FOLDER
-from adapters.paths import DEFAULT_TEMPLATE, TEMPLATE_FILE
-from adapters.tokenizer_files import named_templates
+from adapters.files.paths import DEFAULT_TEMPLATE, TEMPLATE_FILE
+from adapters.text.side_files import TEMPLATES_FOLDER
+from adapters.text.tokenizer_files import named_templates
 from service.text.content_parts import PROBE_TOOL, ContentForms
 from service.text.generic_tools import written_into_texts
 from service.text.template_sandbox import TemplateError, template_environment

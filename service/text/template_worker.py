@@ -1,9 +1,9 @@
 """Chat templates that came with uploaded adapters: compiled and rendered in a process of its own, with limits.
 
 Such a template is a stranger's program: it may loop, grow, or keep Python's lock within one expression. Here it can
-only end its own process (`service.bounded_child`), which reaches no files and no network (`adapters.confinement`).
-`TemplateWorker` is the parent's side, `python -m service.text.template_worker` the child's. The sandbox of
-`service.text.chat_template` comes on top.
+only end its own process (`adapters.isolation.bounded_child`), which reaches no files and no network
+(`adapters.isolation.confinement`). `TemplateWorker` is the parent's side, `python -m service.text.template_worker` the
+child's. The sandbox of `service.text.chat_template` comes on top.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from typing import Any, Protocol, TypeVar
 
 from jinja2.exceptions import SecurityError
 
-from service.bounded_child import BoundedChild, excess_of, serve
-from service.fair_pool import FairPool
-from service.payer import PAYER
+from adapters.isolation.bounded_child import BoundedChild, excess_of, serve
+from service.fairness.client_identity import PAYER
+from service.fairness.thread_pool import FairPool
 from service.text.chat_template import ChatTemplate
 from service.text.template_sandbox import TemplateError
 from service.text.tokenizer import TextError

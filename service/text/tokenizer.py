@@ -12,7 +12,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from adapters.vocabulary import merged_config, special_tokens, token_content
+from adapters.text.vocabulary import merged_config, special_tokens, token_content
 
 # So many are decoded in a millisecond.
 _TOKENS_OF_A_PIECE = 1 << 14

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from adapters.shares import NUM_SMALL, Shares
+from adapters.quota import NUM_SMALL, Shares
 
 MIB = 1 << 20
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from adapters.turns import TURNS, Turns, each_in_turns, in_turns
-from tests.support.server import wait_for
+from adapters.gil_lock import TURNS, Turns, each_in_turns, in_turns
+from tests.support.http.server import wait_for
 
 
 def test_those_that_wait_are_served_in_the_order_in_which_they_came() -> None:

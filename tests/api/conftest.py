@@ -9,9 +9,9 @@ from pathlib import Path
 import openai
 import pytest
 
+from tests.support.http.server import Server, running_server
 from tests.support.limits import LIMIT_SECONDS
-from tests.support.server import Server, running_server
-from tests.support.tiny_models import LINEAR_MODULES, make_adapter, make_tiny_model
+from tests.support.models.tiny_models import LINEAR_MODULES, make_adapter, make_tiny_model
 
 BASE = "tiny"
 # Rank of each adapter that the shared server has from its start.

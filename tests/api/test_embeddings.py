@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from tests.api.conftest import BASE
-from tests.support.server import Server
-from tests.support.tiny_models import VOCAB_SIZE
+from tests.support.http.server import Server
+from tests.support.models.tiny_models import VOCAB_SIZE
 from tests.tolerances import OP
 
 TEXT = "the thing in the tin"

@@ -10,9 +10,9 @@ import pytest
 import transformers
 
 from tests.api.conftest import ADAPTERS, BASE, Checkpoints
-from tests.support.server import Server
-from tests.support.tiny_models import VOCAB_SIZE
-from tests.support.uploads import parts_of
+from tests.support.http.server import Server
+from tests.support.http.uploads import parts_of
+from tests.support.models.tiny_models import VOCAB_SIZE
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12}
 CHAT: list[Any] = [{"role": "user", "content": "the thing in the tin"}]

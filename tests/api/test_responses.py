@@ -12,14 +12,14 @@ from openai.types.responses import function_tool_param, response_create_params
 from openai.types.shared_params import Reasoning
 from pydantic import BaseModel, ConfigDict
 
-from service.api.response_output import ResponseOutput
-from service.api.response_request import InputItem, ReasoningOptions, ResponsesRequest
-from service.api.response_request import chat_of as chat_of_response
-from service.api.tools import FunctionDefinition
+from service.api.routes.response_output import ResponseOutput
+from service.api.schema.responses import InputItem, ReasoningOptions, ResponsesRequest
+from service.api.schema.responses import chat_of as chat_of_response
+from service.api.schema.tools import FunctionDefinition
 from tests.api.conftest import BASE, Checkpoints
-from tests.support.scripted_server import ScriptedServer, make_text_model, scripted_server
-from tests.support.server import Server
-from tests.support.tool_templates import SPECIAL_TOKENS, TEMPLATES
+from tests.support.http.scripted_server import ScriptedServer, make_text_model, scripted_server
+from tests.support.http.server import Server
+from tests.support.http.tool_templates import SPECIAL_TOKENS, TEMPLATES
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_output_tokens": 6}
 # A run of one token, whose text is one character, and its end.

@@ -17,13 +17,13 @@ import httpx
 import openai
 import pytest
 
-from service.api.auth import ROUTES, route_of
+from service.api.access.auth import ROUTES, route_of
 from service.tenants.edit import add_key, revoke_key
 from service.tenants.keys_file import SCOPES, Scope
 from tests.api.conftest import BASE, Checkpoints
+from tests.support.http.server import Server, running_server, standing_still, wait_for
+from tests.support.http.uploads import MULTIPART, multipart, parts_of
 from tests.support.limits import LIMIT_SECONDS
-from tests.support.server import Server, running_server, standing_still, wait_for
-from tests.support.uploads import MULTIPART, multipart, parts_of
 
 CHAT = [{"role": "user", "content": "hi"}]
 # What tests of limits use, each of a tenant of its own.
@@ -689,7 +689,7 @@ class TestKeysFile:
     def test_a_start_without_a_whole_file_is_refused_in_a_sentence(
         self, checkpoints: Checkpoints, tmp_path: Path, capfd: pytest.CaptureFixture[str]
     ) -> None:
-        from service.cli import main
+        from service.cli.main import main
 
         assert main(["serve", "--port=0", f"--model-dir={checkpoints.base}", f"--keys-file={tmp_path / 'none'}"]) == 1
         assert "cannot be read: No such file" in capfd.readouterr().err

@@ -12,17 +12,17 @@ from __future__ import annotations
 import argparse
 import itertools
 
-from kernels.lora import triton_ascend_kernels
-from kernels.lora.triton_ascend_tiles import Regime, Tiles
+from kernels.lora.ascend import kernels
+from kernels.lora.ascend.tiles import Regime, Tiles
+from tests.ascend.cases.lora_cases import JUDGED, NUM_VECTOR_CORES, expand, shrink
 from tests.ascend.gate import checks, report
 from tests.ascend.gate.cases import REQUIRED_TARGETS, Case, Launch
 from tests.ascend.gate.compiler import CompileError
-from tests.ascend.lora_cases import JUDGED, NUM_VECTOR_CORES, expand, shrink
 
 
 def describe(name: str, launch: Launch) -> str:
     """One cell: bytes over the minimum, work items, part of the unified buffer."""
-    kernel = getattr(triton_ascend_kernels, name)
+    kernel = getattr(kernels, name)
     case = Case(name, kernel, {}, work_loop_depth=2)
     try:
         compiled = checks.compile_launch(case, launch, REQUIRED_TARGETS[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.ascend import (
+from tests.ascend.cases import (
     conv_cases,
     gated_delta_cases,
     gated_delta_chunk_cases,

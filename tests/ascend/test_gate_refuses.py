@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.ascend import bad_kernels
+from tests.ascend.cases import bad_kernels
+from tests.ascend.cases.lora_cases import CASES as LORA_CASES
 from tests.ascend.gate import checks, linalg_cpu, simulator
 from tests.ascend.gate.cases import REQUIRED_TARGETS, Case
 from tests.ascend.gate.compiler import replace_device
-from tests.ascend.lora_cases import CASES as LORA_CASES
 
 TARGET = REQUIRED_TARGETS[0]
 
@@ -28,7 +28,7 @@ def run_gate(case: Case, directory: Path) -> tuple[int, dict[str, str]]:
         "--tier",
         "all",
         "--gate-cases",
-        "tests.ascend.bad_kernels",
+        "tests.ascend.cases.bad_kernels",
         "-k",
         f"{case.name}-",
         f"--junitxml={report}",

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from tests.ascend.conv_cases import CASES
+from tests.ascend.cases.conv_cases import CASES
 from tests.ascend.gate import checks
 from tests.ascend.gate.cases import REQUIRED_TARGETS
 

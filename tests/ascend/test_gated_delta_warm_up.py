@@ -12,8 +12,8 @@ from kernels.gated_delta import triton_ascend, triton_ascend_vector
 from kernels.gated_delta.ops import gated_delta_prefill, warm_up
 from kernels.gated_delta.triton_ascend_chunks import KERNELS
 from kernels.platform import contract, in_use, installed
-from tests.ascend.gated_delta_prefill_cases import Step, make_data
-from tests.support.made_up_launches import Launches, made_up_launches
+from tests.ascend.cases.gated_delta_prefill_cases import Step, make_data
+from tests.support.npu.fake_launches import Launches, made_up_launches
 
 SIZES = (2, 4, 128, 128)
 

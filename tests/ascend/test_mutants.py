@@ -14,7 +14,7 @@ from kernels.causal_conv1d import triton_ascend as conv
 from kernels.gated_delta import triton_ascend_decode as delta
 from kernels.gated_delta import triton_ascend_prepare as prepare
 from kernels.gated_delta import triton_ascend_walk as walk
-from kernels.lora import triton_ascend_kernels as lora
+from kernels.lora.ascend import kernels as lora
 from kernels.lora_window import triton_ascend_kernels as window
 from tests.ascend.gate import linalg_cpu
 from tests.ascend.mutants.__main__ import drawn

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from torch.autograd import DeviceType
 
-from bench import engine
 from bench.rounds import forth_and_back, percentile
-from service.first_host.profiles import NUM_STEPS, figures_of_events
+from bench.steps import engine
+from service.first_host.steps.profiles import NUM_STEPS, figures_of_events
 from tests.support.limits import LIMIT_SECONDS
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +32,7 @@ def _run(module: str, work_dir: Path, *arguments: str) -> dict[str, Any]:
 
 
 def test_the_engine_is_measured_in_all_cases_and_beside_a_long_prompt(tmp_path: Path) -> None:
-    figures = _run("bench.engine", tmp_path, "--adapters", "0,1,2", "--rank", "4", "--long-prompt", "96")
+    figures = _run("bench.steps.engine", tmp_path, "--adapters", "0,1,2", "--rank", "4", "--long-prompt", "96")
     assert set(figures["starts"]) == {"base", "lora"}
     cases = figures["cases"]
     several = ["base", "lora-unused", "adapters-1", "adapters-2"]
@@ -49,14 +49,14 @@ def test_the_engine_is_measured_in_all_cases_and_beside_a_long_prompt(tmp_path: 
 
 
 def test_grammars_are_measured_beside_free_answers(tmp_path: Path) -> None:
-    figures = _run("bench.structured", tmp_path)
+    figures = _run("bench.steps.structured", tmp_path)
     assert list(figures["decode_step_ms"]) == ["free", "constrained"]
     assert len(figures["ratios"]) == 1
     assert min(*figures["ratios"], *figures["decode_step_ms"]["free"]) > 0
 
 
 def test_http_is_measured_beside_the_engine_in_process(tmp_path: Path) -> None:
-    sides = _run("bench.http", tmp_path)["sides"]
+    sides = _run("bench.http.http", tmp_path)["sides"]
     assert list(sides) == ["in-process", "whole", "streamed"]
     for side in sides.values():
         assert side["output_tokens"] == 3 * 6
@@ -77,7 +77,7 @@ def test_http_is_measured_beside_the_engine_in_process(tmp_path: Path) -> None:
 def test_what_cannot_be_measured_is_refused(
     arguments: str, error: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["bench.engine", *arguments.split()])
+    monkeypatch.setattr(sys, "argv", ["bench.steps.engine", *arguments.split()])
     with pytest.raises(SystemExit) as ended:
         engine.main()
     assert ended.value.code == 2

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bench.reliability import SEVERAL, beside_each
-from bench.reliability_traffic import Seen
+from bench.http.reliability import SEVERAL, beside_each
+from bench.http.reliability_traffic import Seen
 
 
 def test_a_request_counts_for_what_it_lies_wholly_inside_of() -> None:

@@ -26,7 +26,7 @@ from examples.bundled_calculator import (
 from examples.bundled_jobs import HELD_OUT_CASES
 from examples.train_adapters import ADAPTERS_DIR, BATCH_ROWS
 from examples.train_base import BASE_DIR
-from tests.support.server import Server, running_server
+from tests.support.http.server import Server, running_server
 
 # Tool and argument: the names that it saw most, and others that it has to read.
 NAMES = (("calculator", "expression"), ("abacus", "sum"))

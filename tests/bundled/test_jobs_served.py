@@ -10,7 +10,7 @@ import pytest
 
 from examples.bundled_jobs import HELD_OUT_CASES, JOBS, Job, held_out_cases
 from examples.train_base import BASE_DIR
-from tests.support.server import Server, running_server
+from tests.support.http.server import Server, running_server
 
 NUM_ITEMS = HELD_OUT_CASES * (len(JOBS) + 1)
 MAX_TOKENS = 96

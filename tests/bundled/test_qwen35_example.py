@@ -15,10 +15,10 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from examples import qwen3_5
+from tests.support.http.server import Server, running_server
 from tests.support.limits import LIMIT_SECONDS
-from tests.support.server import Server, running_server
-from tests.support.split_projections import PARTS, load_split
-from tests.support.tiny_models import make_adapter, make_tokenizer, tiny_config
+from tests.support.models.split_projections import PARTS, load_split
+from tests.support.models.tiny_models import make_adapter, make_tokenizer, tiny_config
 
 QUESTION = [{"role": "user", "content": "the end"}]
 CONVERSATIONS = [

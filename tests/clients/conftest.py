@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support.server import Server, running_server
+from tests.support.http.server import Server, running_server
 
 
 @pytest.fixture(scope="module")

@@ -17,9 +17,9 @@ import httpx
 import pytest
 
 from tests.support.blocks import ROOT, blocks, run
-from tests.support.client_environments import environment
+from tests.support.http.client_environments import environment
+from tests.support.http.server import Server, running_server, wait_for
 from tests.support.limits import LIMIT_SECONDS
-from tests.support.server import Server, running_server, wait_for
 
 pytestmark = pytest.mark.wide
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.blocks import ROOT, run
-from tests.support.client_environments import environment
-from tests.support.server import running_server
+from tests.support.http.client_environments import environment
+from tests.support.http.server import running_server
 
 pytestmark = pytest.mark.wide
 

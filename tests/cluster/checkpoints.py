@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.support.tiny_models import make_adapter, make_tiny_model
+from tests.support.models.tiny_models import make_adapter, make_tiny_model
 
 NAMES = [f"adapter-{seed}" for seed in range(4)]
 

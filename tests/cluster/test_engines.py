@@ -18,9 +18,9 @@ import pytest
 from service.cluster.devices import environment_of
 from service.settings import SettingsError, load_settings
 from service.start_check import StartError
+from tests.support.http.server import Server, running_server, standing_still, wait_for
 from tests.support.limits import LIMIT_SECONDS
-from tests.support.server import Server, running_server, standing_still, wait_for
-from tests.support.tiny_models import make_adapter, make_tiny_model
+from tests.support.models.tiny_models import make_adapter, make_tiny_model
 
 ADAPTERS = [f"adapter-{seed}" for seed in range(6)]
 

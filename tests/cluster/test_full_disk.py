@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from adapters.written import write_fault
-from service.cluster.disks import DiskWatch
-from service.cluster.relay import Relay
-from service.cluster.remote import Address, RemoteEngines
-from service.engine.client import EngineClient
-from tests.support.engine_process import request, running_client, small_config, soon, until
-from tests.support.server import running_server
-from tests.support.small_disk import filled, small_disk
-from tests.support.tiny_models import make_adapter, make_tiny_model
-from tests.support.uploads import parts_of
+from adapters.files.writability import write_fault
+from service.engine.ipc.client import EngineClient
+from service.ray_serve.disks import DiskWatch
+from service.ray_serve.relay import Relay
+from service.ray_serve.remote import Address, RemoteEngines
+from tests.support.engine.engine_process import request, running_client, small_config, soon, until
+from tests.support.http.server import running_server
+from tests.support.http.small_disk import filled, small_disk
+from tests.support.http.uploads import parts_of
+from tests.support.models.tiny_models import make_adapter, make_tiny_model
 
 
 @pytest.fixture

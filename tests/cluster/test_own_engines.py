@@ -9,8 +9,8 @@ import pytest
 
 from service import machine
 from service.cluster.engines import Engines
-from service.engine.client import EngineClient
-from service.own_engines import own_engines
+from service.engine.ipc.client import EngineClient
+from service.server.own_engines import own_engines
 from service.settings import BUNDLED_MODEL_DIR, Settings
 
 

@@ -24,10 +24,10 @@ import yaml
 from bench.processes import command_line, descendants, parent
 from tests.cluster.checkpoints import NAMES, make_checkpoints
 from tests.support.blocks import ROOT
-from tests.support.client_environments import environment
+from tests.support.http.client_environments import environment
+from tests.support.http.server import is_alive, on_ray, running_server, standing_still, wait_for
+from tests.support.http.small_disk import filled, small_disk_if_allowed
 from tests.support.limits import LIMIT_SECONDS
-from tests.support.server import is_alive, on_ray, running_server, standing_still, wait_for
-from tests.support.small_disk import filled, small_disk_if_allowed
 
 pytestmark = pytest.mark.wide
 
@@ -239,11 +239,11 @@ def test_a_stream_that_had_begun_ends_with_an_error_event(server: RayServer) -> 
 def test_in_ray_s_event_loop_what_is_sent_to_a_lost_engine_is_lost_with_it() -> None:
     code = """
 import asyncio, uvloop
-from service.cluster.remote import Address, RemoteEngine
-from service.engine.messages import Ready
-from service.engine.streams import EngineDied
-from service.engine.wire import frame
-from tests.support.engine_process import request, soon
+from service.ray_serve.remote import Address, RemoteEngine
+from service.engine.ipc.messages import Ready
+from service.engine.ipc.token_streams import EngineDied
+from service.engine.ipc.wire import frame
+from tests.support.engine.engine_process import request, soon
 
 async def drive():
     async def relay(reader, writer):
@@ -278,9 +278,8 @@ uvloop.run(drive())
 
 def test_an_engine_s_replica_does_not_wait_for_the_http_application() -> None:
     """Ray starts each in a new process, whose imports are most of what a lost one takes to be replaced."""
-    code = (
-        "import sys, service.ray_replicas; print(sorted({'service.app', 'service.api', 'tokenizers'} & {*sys.modules}))"
-    )
+    heavy = "{'service.server.app', 'service.api', 'tokenizers'}"
+    code = f"import sys, service.ray_serve.replicas; print(sorted({heavy} & {{*sys.modules}}))"
     command = [str(environment("ray") / "bin" / "python"), "-c", code]
     done = subprocess.run(
         command, env={**os.environ, "PYTHONPATH": _PATHS}, capture_output=True, text=True, timeout=LIMIT_SECONDS
@@ -293,7 +292,7 @@ def test_ray_takes_the_files_of_deploy() -> None:
 import sys, yaml
 from ray.serve._private.api import call_user_app_builder_with_args_if_necessary as as_ray_builds
 from ray.serve.schema import ServeDeploySchema
-from service.ray_app import RayArgs, build
+from service.ray_serve.app import RayArgs, build
 from service.settings import SettingsError
 for text in (open(sys.argv[1]).read(), yaml.safe_load(open(sys.argv[2]))["spec"]["serveConfigV2"]):
     (application,) = ServeDeploySchema.model_validate(yaml.safe_load(text)).applications
@@ -319,7 +318,7 @@ for name, where in (("replicas", "engines"), ("stall_limit_seconds", "environmen
         command, env={**os.environ, "PYTHONPATH": _PATHS}, capture_output=True, text=True, timeout=LIMIT_SECONDS
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["service.ray_app:build"] * 2 + ["refused"] * 5
+    assert done.stdout.split() == ["service.ray_serve.app:build"] * 2 + ["refused"] * 5
 
 
 def test_the_file_of_deploy_starts_a_server_that_serves(tmp_path: Path) -> None:
@@ -369,7 +368,7 @@ def test_serve_build_writes_a_file_that_serve_deploy_takes(tmp_path: Path) -> No
     """Of a module such as docs/scale.md has it."""
     arguments = f"settings={{'store_dir': {str(tmp_path)!r}}}, engines=2, max_engines=3, drain_seconds=50"
     (tmp_path / "mine.py").write_text(
-        f"from service.ray_app import RayArgs, build\napp = build(RayArgs({arguments}))\n"
+        f"from service.ray_serve.app import RayArgs, build\napp = build(RayArgs({arguments}))\n"
     )
     code = """
 import sys, yaml

@@ -18,10 +18,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from service.api import middleware, protocol
-from service.api.auth import ROUTES
-from service.cluster.vanished import VANISHED_SECONDS
-from service.ray_haproxy import (
+from service.api.access.auth import ROUTES
+from service.api.entry import middleware
+from service.api.http import protocol
+from service.ray_serve.haproxy import (
     _BODY_SECONDS,
     MAX_REQUEST_ID_CHARS,
     MIN_BYTES_PER_SECOND,
@@ -29,12 +29,13 @@ from service.ray_haproxy import (
     STALL_LIMIT_SECONDS,
     extended,
 )
+from service.ray_serve.tcp_keepalive import VANISHED_SECONDS
 from service.settings import Settings
 from tests.support.blocks import ROOT
-from tests.support.client_environments import environment
+from tests.support.http.client_environments import environment
+from tests.support.http.server import standing_still, wait_for
 from tests.support.limits import LIMIT_SECONDS
-from tests.support.server import standing_still, wait_for
-from tests.support.vanished import vanished
+from tests.support.on_ray.vanished import vanished
 
 pytestmark = pytest.mark.wide
 
@@ -142,7 +143,7 @@ def _haproxy(
         if is_told_sources:
             _have_sources_told(path, whole)
         process = subprocess.Popen(
-            [str(python), "-m", "service.ray_haproxy", "-db", "-f", str(path)],
+            [str(python), "-m", "service.ray_serve.haproxy", "-db", "-f", str(path)],
             env=whole,
             pass_fds=[listener.fileno()],
             stdout=sys.stderr,
@@ -156,7 +157,7 @@ def _haproxy(
 def _have_sources_told(path: Path, whole: dict[str, str]) -> None:
     """Let each connection begin with a line that says from where it comes. Rules for connections come before that line:
     they become rules for sessions, which come after it and are the same else."""
-    code = "import sys; from service.ray_haproxy import extend_files; extend_files(sys.argv)"
+    code = "import sys; from service.ray_serve.haproxy import extend_files; extend_files(sys.argv)"
     subprocess.run([sys.executable, "-c", code, "-f", str(path)], env=whole, check=True, timeout=LIMIT_SECONDS)
     text = path.read_text().replace("tcp-request connection ", "tcp-request session ")
     path.write_text(re.sub("    bind .*", r"\g<0> accept-proxy", text))

@@ -15,10 +15,10 @@ import pytest
 
 from bench.processes import command_line, descendants
 from tests.support.blocks import ROOT
-from tests.support.client_environments import environment
+from tests.support.http.client_environments import environment
+from tests.support.http.server import Server, on_ray, running_server, wait_for
 from tests.support.limits import LIMIT_SECONDS
-from tests.support.server import Server, on_ray, running_server, wait_for
-from tests.support.tiny_models import make_tiny_model
+from tests.support.models.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.wide
 
@@ -27,7 +27,7 @@ _ARGS = {"drain_seconds": 600, "num_cpus": 1.5}
 _DEPLOY = """
 import json, sys, ray
 from ray import serve
-from service.ray_app import RayArgs, build
+from service.ray_serve.app import RayArgs, build
 ray.init(sys.argv[1], log_to_driver=False)
 serve.run(build(RayArgs(**json.loads(sys.argv[2]))), name="multilora", route_prefix="/")
 """

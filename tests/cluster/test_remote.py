@@ -12,17 +12,17 @@ from dataclasses import replace
 
 import pytest
 
-from service.api.metrics import Metrics
+from service.api.metrics.metrics import Metrics
 from service.cluster.dispatch import Routed
-from service.cluster.expected import MOST_EXPECTED_TOKENS
-from service.cluster.relay import TOKEN_BYTES, Relay
-from service.cluster.remote import Address, RemoteEngine, RemoteEngines
-from service.engine.client import EngineClient
-from service.engine.config import EngineConfig
-from service.engine.messages import EngineSaid, Finished, Tokens
-from service.engine.streams import EngineDied
-from tests.support.engine_process import collect, request, running_client, small_config, soon, until
-from tests.support.tiny_models import make_tiny_model
+from service.cluster.remaining_work import MOST_EXPECTED_TOKENS
+from service.engine.ipc.client import EngineClient
+from service.engine.ipc.config import EngineConfig
+from service.engine.ipc.messages import EngineSaid, Finished, Tokens
+from service.engine.ipc.token_streams import EngineDied
+from service.ray_serve.relay import TOKEN_BYTES, Relay
+from service.ray_serve.remote import Address, RemoteEngine, RemoteEngines
+from tests.support.engine.engine_process import collect, request, running_client, small_config, soon, until
+from tests.support.models.tiny_models import make_tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +206,7 @@ def test_who_replaces_servers_of_another_model_begins_with_one_engine(
     config: EngineConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engines of before that are left stay until it serves, in the places of those that it lacks."""
-    monkeypatch.setattr("service.cluster.remote.OTHERS_SECONDS", math.inf)
+    monkeypatch.setattr("service.ray_serve.remote.OTHERS_SECONDS", math.inf)
 
     async def drive() -> None:
         async with _relays(config, 1) as ((_, relay),):

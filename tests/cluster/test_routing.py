@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from bench import cluster_routing
+from bench.scale import cluster_routing
 from service.cluster.routing import Demand, Replica, Rule, choose, homes_wanted, load_limit, preference
 
 RULE = Rule(bound=1.25, host_tokens=64, disk_tokens=1000, evict_tokens=200, slack_tokens=100)

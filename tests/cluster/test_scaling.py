@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from service.cluster.scaling import ByQueuedTokens, engines_wanted
+from service.ray_serve.scaling import ByQueuedTokens, engines_wanted
 
 
 @pytest.mark.parametrize(

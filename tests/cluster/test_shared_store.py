@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from service.tenants.keys_file import hash_of
-from tests.support.server import Server, posted, running_server, start_server, wait_for
-from tests.support.tiny_models import make_adapter, make_tiny_model
+from tests.support.http.server import Server, posted, running_server, start_server, wait_for
+from tests.support.models.tiny_models import make_adapter, make_tiny_model
 
 # Of a tenant whose key is "limited".
 KEYS = f"""

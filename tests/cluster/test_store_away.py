@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from adapters.errors import StorageFull, StoreUnreachable
-from adapters.store_faults import store_fault
-from tests.support.server import Server, running_server
-from tests.support.tiny_models import make_adapter, make_tiny_model
-from tests.support.uploads import parts_of
+from adapters.files.store_faults import store_fault
+from tests.support.http.server import Server, running_server
+from tests.support.http.uploads import parts_of
+from tests.support.models.tiny_models import make_adapter, make_tiny_model
 
 
 @pytest.fixture(scope="module")

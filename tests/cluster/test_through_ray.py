@@ -1,6 +1,6 @@
 """Tests of the single server, unchanged, through HAProxy and Ray Serve before two replicas: as many as time allows.
 
-All of them: docs/scale.md. What does not hold there, and why: `tests/support/through_ray.py`.
+All of them: docs/scale.md. What does not hold there, and why: `tests/support/on_ray/through_ray.py`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 import pytest
 
 from tests.support.blocks import ROOT
-from tests.support.client_environments import environment
+from tests.support.http.client_environments import environment
 from tests.support.limits import LIMIT_SECONDS
 
 pytestmark = pytest.mark.wide
@@ -24,10 +24,10 @@ pytestmark = pytest.mark.wide
         ["tests/clients/test_clients.py::test_openai[1]"],
         [f"tests/api/{name}.py" for name in ("test_bad_requests", "test_bad_tools", "test_bad_constraints")]
         + [
-            f"tests/api/test_connections.py::{name}"
+            f"tests/api/http/test_connections.py::{name}"
             for name in ("TestFraming", "TestHeads", "TestPipelining", "TestTime")
         ]
-        + ["tests/api/test_operation.py::test_a_request_is_one_json_line"],
+        + ["tests/api/operation/test_operation.py::test_a_request_is_one_json_line"],
         ["tests/hostile/test_hostile.py"],
     ],
     ids=["client", "bad input", "hostile"],

@@ -12,15 +12,15 @@ from contextlib import ExitStack, asynccontextmanager, suppress
 import pytest
 
 from service.cluster.dispatch import Routed
-from service.cluster.relay import Relay
-from service.cluster.remote import Address, RemoteEngines
-from service.engine.client import EngineClient
-from service.engine.config import EngineConfig
-from service.engine.messages import Tokens
-from service.engine.streams import EngineDied
-from tests.support.engine_process import request, running_client, small_config, soon, until
-from tests.support.tiny_models import make_tiny_model
-from tests.support.vanished import vanished
+from service.engine.ipc.client import EngineClient
+from service.engine.ipc.config import EngineConfig
+from service.engine.ipc.messages import Tokens
+from service.engine.ipc.token_streams import EngineDied
+from service.ray_serve.relay import Relay
+from service.ray_serve.remote import Address, RemoteEngines
+from tests.support.engine.engine_process import request, running_client, small_config, soon, until
+from tests.support.models.tiny_models import make_tiny_model
+from tests.support.on_ray.vanished import vanished
 
 
 class _Cable:

@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.support.http.server import start_server, still_loading, wait_for
 from tests.support.limits import LIMIT_SECONDS
-from tests.support.server import start_server, still_loading, wait_for
 
 ROOT = Path(__file__).parents[2]
 DISCARD_PORT_PROXY = "http://127.0.0.1:9"

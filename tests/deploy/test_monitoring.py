@@ -17,8 +17,8 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.support.http.server import Server, running_server, wait_for
 from tests.support.limits import LIMIT_SECONDS
-from tests.support.server import Server, running_server, wait_for
 
 ROOT = Path(__file__).parents[2]
 MONITORING = ROOT / "deploy" / "monitoring"

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from service.ray_haproxy import ENVIRONMENT
+from service.ray_serve.haproxy import ENVIRONMENT
 from service.settings import load_settings
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate")

@@ -41,7 +41,7 @@ def visit(*arguments: str, work_dir: Path, path: Path | None = None, as_json: bo
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("MULTILORA_", "PYTORCH_"))}
     paths = os.pathsep.join(str(one) for one in (path, ROOT) if one is not None)
     done = subprocess.run(
-        [sys.executable, "-m", "service.cli", "doctor", *arguments, *(["--json"] if as_json else [])],
+        [sys.executable, "-m", "service.cli.main", "doctor", *arguments, *(["--json"] if as_json else [])],
         cwd=work_dir,
         env={**kept, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,

@@ -203,7 +203,7 @@ class TestWithFaults:
 
     def test_a_working_directory_that_is_gone(self, work_dir: Path) -> None:
         (work_dir / "gone").mkdir()
-        command = f"cd gone && rmdir ../gone && exec {sys.executable} -m service.cli doctor --json"
+        command = f"cd gone && rmdir ../gone && exec {sys.executable} -m service.cli.main doctor --json"
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         done = subprocess.run(["sh", "-c", command], cwd=work_dir, env=environment, capture_output=True, text=True)
         assert done.returncode == 2, done.stderr

@@ -18,8 +18,8 @@ import torch
 
 from kernels.contract import Contract
 from kernels.lora import cpu as lora
-from kernels.lora.triton_ascend_tiles import choose
-from kernels.lora.triton_cuda_configs import config_for
+from kernels.lora.ascend.tiles import choose
+from kernels.lora.cuda.configs import config_for
 from kernels.paged_attention import sdpa
 from kernels.paged_attention.cache_layout import is_heads_first
 from kernels.platform import (
@@ -32,19 +32,19 @@ from kernels.platform import (
     in_use,
     installed,
 )
-from kernels.probe.apart import ProbeWork, probe_apart
-from kernels.probe.cases import cases_of
+from kernels.probe.cases.registry import cases_of
+from kernels.probe.cases.test_tensors import Place
 from kernels.probe.child import DEVICE_IS_LOST
 from kernels.probe.choose import with_reports
+from kernels.probe.isolated import ProbeWork, probe_apart
 from kernels.probe.op_reports import OpReport, Trial
-from kernels.probe.place import Place
 from kernels.probe.probe_process import ProbeProcess
 from kernels.probe.run import candidates, probe, report_of, try_op
-from kernels.probe.shapes import ProbeShapes
 from kernels.rotary_kv import reference as rotary_kv
 from kernels.sampling import cpu as sampling
+from kernels.shapes import ProbeShapes
 from tests.doctor.conftest import BROKEN_OPS, ROOT
-from tests.support.made_up_npu import NO_TRITON, UPSTREAM, made_up_npu
+from tests.support.npu.fake_npu import NO_TRITON, UPSTREAM, made_up_npu
 
 CPU = torch.device("cpu")
 SHAPES = ProbeShapes(sliding_window=4096)
@@ -446,7 +446,7 @@ def test_what_is_probed_is_compiled_before_once(tmp_path: Path) -> None:
     """In a process of its own, without Triton's interpreter; with the cache filled nothing is asked for again."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "support" / "probe_ahead.py")],
+        [sys.executable, str(ROOT / "tests" / "support" / "ops" / "probe_ahead.py")],
         env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,
         text=True,

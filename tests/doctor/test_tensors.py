@@ -15,15 +15,15 @@ from safetensors.torch import load_file, save_file
 from service.doctor.examination import Examination
 from service.doctor.model import look_at_model
 from service.doctor.report import Section
-from service.models.checkpoint import TensorSource, open_checkpoint
-from service.models.config_json import read_config
+from service.models.checkpoint.checkpoint import TensorSource, open_checkpoint
+from service.models.checkpoint.tensors import compare
 from service.models.errors import ModelError
 from service.models.families import model_spec
 from service.models.loader import load_model
-from service.models.spec import ModelSpec
-from service.models.tensors import compare
+from service.models.spec.config_json import read_config
+from service.models.spec.model_spec import ModelSpec
 from service.settings import load_settings
-from tests.support.tiny_models import FAMILIES, make_tiny_model
+from tests.support.models.tiny_models import FAMILIES, make_tiny_model
 
 Tensors = dict[str, torch.Tensor]
 

@@ -8,9 +8,9 @@ import weakref
 
 import pytest
 
-from service.engine.brief_thread import BriefThread
+from service.engine.transient_thread import BriefThread
+from tests.support.http.server import wait_for
 from tests.support.limits import LIMIT_SECONDS
-from tests.support.server import wait_for
 
 
 class _Gate:

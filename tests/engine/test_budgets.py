@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from adapters.layout import Group
-from adapters.side_plan import plan_side
+from adapters.non_lora_plan import plan_side
 from kernels.sampling.penalty_state import DenseState
-from service.engine.budgets import GIB, MIB, Budgets, ModelSizes, decide_budgets, sentences
-from service.engine.config import EngineOptions
+from service.engine.ipc.config import EngineOptions
+from service.engine.startup.budgets import GIB, MIB, Budgets, ModelSizes, decide_budgets, sentences
 from service.models.errors import ModelError
 
 # Llama 3.1 8B in bfloat16: 32 layers, 8 heads of 128 for keys and values, hidden 4096, intermediate 14336.

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from kernels.platform import detect
-from service.engine.config import EngineConfig
-from service.engine.runner import capacity_of
+from service.engine.ipc.config import EngineConfig
+from service.engine.model.runner import capacity_of
 from service.models.families import model_spec
-from tests.support.tiny_models import tiny_config
+from tests.support.models.tiny_models import tiny_config
 
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10_000.0}
 

@@ -24,10 +24,8 @@ from kernels.platform import detect
 from kernels.sampling.asked import RowSampling, ask
 from kernels.sampling.ops import new_state, sample
 from kernels.sampling.parameter_rows import row_of
-from service.engine.brief_thread import BriefThread
-from service.engine.build import max_rank_of
 from service.engine.engine import Engine
-from service.engine.messages import (
+from service.engine.ipc.messages import (
     MAX_ENDINGS,
     MAX_LOGIT_BIASES,
     Abort,
@@ -40,7 +38,9 @@ from service.engine.messages import (
     Tokens,
 )
 from service.engine.request_checks import error_in
-from tests.support.engine_mock import (
+from service.engine.startup.build import max_rank_of
+from service.engine.transient_thread import BriefThread
+from tests.support.engine.engine_mock import (
     EOS,
     GROUP,
     VOCAB,

@@ -18,14 +18,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from service.engine.build import build_engine
-from service.engine.client import MAX_DEATHS, EngineClient
-from service.engine.config import EngineConfig
-from service.engine.messages import Finished, Stats, Tokens
-from service.engine.streams import EngineDied, TokenStream
-from service.engine.wire import frame
+from service.engine.ipc.client import MAX_DEATHS, EngineClient
+from service.engine.ipc.config import EngineConfig
+from service.engine.ipc.messages import Finished, Stats, Tokens
+from service.engine.ipc.token_streams import EngineDied, TokenStream
+from service.engine.ipc.wire import frame
+from service.engine.startup.build import build_engine
 from service.machine import num_usable_cpus
-from tests.support.engine_process import (
+from tests.support.engine.engine_process import (
     collect,
     event_loop_with_client,
     first_tokens,
@@ -35,9 +35,9 @@ from tests.support.engine_process import (
     soon,
     until,
 )
+from tests.support.http.server import is_alive
 from tests.support.limits import LIMIT_SECONDS
-from tests.support.server import is_alive
-from tests.support.tiny_models import make_tiny_model
+from tests.support.models.tiny_models import make_tiny_model
 
 ONE_DAY_SECONDS = 86_400.0  # nobody waits for this to pass
 
@@ -45,8 +45,8 @@ ONE_DAY_SECONDS = 86_400.0  # nobody waits for this to pass
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a slow machine an engine may take its time to come and to go."""
-    monkeypatch.setattr("service.engine.client.DEATHS_WITHIN_SECONDS", ONE_DAY_SECONDS)
-    monkeypatch.setattr("service.engine.client.EXIT_GRACE_SECONDS", LIMIT_SECONDS)
+    monkeypatch.setattr("service.engine.ipc.client.DEATHS_WITHIN_SECONDS", ONE_DAY_SECONDS)
+    monkeypatch.setattr("service.engine.ipc.client.EXIT_GRACE_SECONDS", LIMIT_SECONDS)
 
 
 @pytest.fixture(scope="module")
@@ -263,7 +263,7 @@ class TestRestarts:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         model_dir = make_tiny_model("llama", tmp_path / "model")
-        monkeypatch.setattr("service.engine.client.RETRY_SECONDS", 1.0)
+        monkeypatch.setattr("service.engine.ipc.client.RETRY_SECONDS", 1.0)
 
         async def drive() -> None:
             async with running_client(small_config(model_dir, tmp_path / "store")) as client:
@@ -285,7 +285,7 @@ class TestRestarts:
             async with running_client(config) as client:
                 assert client.ready is not None
                 break_pairs(monkeypatch, times=99)
-                monkeypatch.setattr("service.engine.client.RETRY_SECONDS", ONE_DAY_SECONDS)
+                monkeypatch.setattr("service.engine.ipc.client.RETRY_SECONDS", ONE_DAY_SECONDS)
                 os.kill(client.ready.pid, signal.SIGKILL)
                 await until(lambda: client.num_restarts == 2)
                 await soon(client.drain(ONE_DAY_SECONDS))
@@ -303,8 +303,8 @@ def break_pairs(monkeypatch: pytest.MonkeyPatch, *, times: int) -> None:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         return make_pair()
 
-    monkeypatch.setattr("service.engine.client.RETRY_SECONDS", 0.01)
-    monkeypatch.setattr("service.engine.client.socket.socketpair", pair)
+    monkeypatch.setattr("service.engine.ipc.client.RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("service.engine.ipc.client.socket.socketpair", pair)
 
 
 def noted_engines(monkeypatch: pytest.MonkeyPatch) -> list[asyncio.subprocess.Process]:
@@ -406,8 +406,8 @@ sys.exit(process.main())
 PARENT = """
 import asyncio, sys
 import msgspec
-from service.engine.client import MAX_DEATHS, EngineClient
-from service.engine.config import EngineConfig
+from service.engine.ipc.client import MAX_DEATHS, EngineClient
+from service.engine.ipc.config import EngineConfig
 
 async def main():
     client = EngineClient(msgspec.json.decode(sys.argv[1], type=EngineConfig))

@@ -10,10 +10,10 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from kernels.sampling.scored_token import ScoredToken
-from service.engine.config import EngineOptions
-from service.engine.messages import Abort, Finished, FromEngine, Sampling, Submit, ToEngine, Tokens
-from service.engine.wire import EngineSide, Outbox, frame, read_from_engine
-from tests.support.engine_mock import make_mock_engine
+from service.engine.ipc.config import EngineOptions
+from service.engine.ipc.messages import Abort, Finished, FromEngine, Sampling, Submit, ToEngine, Tokens
+from service.engine.ipc.wire import EngineSide, Outbox, frame, read_from_engine
+from tests.support.engine.engine_mock import make_mock_engine
 
 TO_ENGINE: list[ToEngine] = [
     Submit("r1", (1, 2, 3), Sampling(max_tokens=4, logit_bias={5: -1.5}, stop_token_ids=(7, 8), seed=2**62)),

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from service.first_host import machine_facts
 from service.first_host.plan import STEPS
-from service.first_host.step_process import StepFailed, StepHost
+from service.first_host.steps import machine_facts
+from service.first_host.steps.step_process import StepFailed, StepHost
 from tests.first_host.conftest import BUNDLED
 
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from service.first_host.capture import one_layer
 from service.first_host.plan import EVERYWHERE, STEPS
-from service.first_host.profiles import figures_of_table
-from service.models.config_json import read_config
+from service.first_host.steps.capture import one_layer
+from service.first_host.steps.profiles import figures_of_table
 from service.models.families import model_spec
 from service.models.loader import load_model
+from service.models.spec.config_json import read_config
 from tests.support.limits import LIMIT_SECONDS
-from tests.support.tiny_models import make_tiny_model
+from tests.support.models.tiny_models import make_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 NOT_ON_A_CPU = {"permissions", "triton", "capture", "setting-cpu-affinity-2", "setting-task-queue-2",
@@ -35,7 +35,7 @@ def run(work_dir: Path, model_dir: Path, **environment: str) -> dict[str, Any]:
     paths = os.pathsep.join([environment.pop("PYTHONPATH", ""), str(ROOT)])
     flags = ["--device", "cpu", "--model-dir", str(model_dir)]
     done = subprocess.run(
-        [sys.executable, "-m", "service.cli", "first-host", *flags],
+        [sys.executable, "-m", "service.cli.main", "first-host", *flags],
         cwd=work_dir,
         env={**kept, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,

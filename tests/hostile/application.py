@@ -15,13 +15,13 @@ import msgspec
 
 from adapters.row_plan import plan_rows
 from kernels.sampling.scored_token import ScoredToken
-from service.app import create_app
 from service.cluster.engines import Engines
-from service.engine.link import EngineLink
-from service.engine.messages import Finished, Ready, Submit, Tier, Tokens
-from service.engine.wire import Outbox, read_to_engine
+from service.engine.ipc.link import EngineLink
+from service.engine.ipc.messages import Finished, Ready, Submit, Tier, Tokens
+from service.engine.ipc.wire import Outbox, read_to_engine
+from service.server.app import create_app
 from service.settings import Settings
-from tests.support.through_ray import is_on_ray
+from tests.support.on_ray.through_ray import is_on_ray
 
 if TYPE_CHECKING:
     from tests.hostile.on_ray import ApplicationOnRay

@@ -12,8 +12,8 @@ from typing import Any
 from urllib.parse import quote
 
 from tests.hostile.application import LIMIT_SECONDS, Answer
-from tests.support.server import running_server, wait_for
-from tests.support.through_ray import UNREADABLE
+from tests.support.http.server import running_server, wait_for
+from tests.support.on_ray.through_ray import UNREADABLE
 
 # Of a path that comes as it is, what a request line can hold.
 _PLAIN = "".join(chr(code) for code in range(0x21, 0x7F))

@@ -17,12 +17,12 @@ from typing import Any
 from hypothesis import strategies as st
 
 from adapters.errors import AdapterError
-from adapters.store import AdapterStore, StoreLimits
-from adapters.upload import Staging
-from adapters.validate import check_headers
+from adapters.store.store import AdapterStore, StoreLimits
+from adapters.upload.staging import Staging
+from adapters.upload.validate import check_headers
 from service.api.errors import ApiError
-from service.api.http_bounds import BoundedConnection
-from service.api.multipart_upload import MultipartUpload
+from service.api.http.h11_bounds import BoundedConnection
+from service.api.uploads.multipart import MultipartUpload
 from service.tenants.keys_file import KeysFileError, parse_keys
 from service.text.stop_strings import StopAutomaton, StopStrings
 from service.text.template_sandbox import TemplateError
@@ -45,7 +45,7 @@ from tests.hostile.values import (
     uploads,
 )
 from tests.support.adapter_files import config_bytes
-from tests.support.uploads import MULTIPART, multipart
+from tests.support.http.uploads import MULTIPART, multipart
 
 LIMITS = StoreLimits(max_upload_bytes=4 << 20, free_disk_floor_bytes=0, max_staging_bytes=64 << 20)
 _ADDRESS = re.compile(r"\b0x[0-9a-f]{6,}")

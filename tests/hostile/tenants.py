@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from service.settings import BUNDLED_ADAPTERS_DIR
 from service.tenants.keys_file import hash_of
 from tests.hostile.application import Answer, application
-from tests.support.uploads import MULTIPART, multipart, parts_of
+from tests.support.http.uploads import MULTIPART, multipart, parts_of
 
 _OWNER, _STRANGER = "key-of-the-owner", "key-of-the-stranger"
 # As long as each other, so that answers differ in nothing else.

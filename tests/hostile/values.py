@@ -7,9 +7,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from service.api.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from service.api.schema.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from tests.support.adapter_files import config_bytes, lora_tensors, modules_ending, safetensors_bytes, small_layout
-from tests.support.uploads import CONFIG, TENSORS, multipart
+from tests.support.http.uploads import CONFIG, TENSORS, multipart
 
 LAYOUT = small_layout()
 GOOD_TENSORS = safetensors_bytes(lora_tensors(LAYOUT, modules_ending(LAYOUT, "q_proj"), 4))
@@ -157,7 +157,7 @@ def headers() -> st.SearchStrategy[Any]:
 
 def configs() -> st.SearchStrategy[Any]:
     """adapter_config.json with a few fields that hold anything."""
-    from adapters.peft_config import INERT, NOT_SUPPORTED
+    from adapters.peft.config import INERT, NOT_SUPPORTED
 
     known = ["r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules"]
     known += ["layers_to_transform", "layers_pattern", "peft_type", *INERT, *NOT_SUPPORTED]
@@ -239,7 +239,7 @@ def uploads() -> st.SearchStrategy[Any]:
 
 def archives() -> tuple[bytes, ...]:
     """A right one of each kind."""
-    from tests.adapters.test_archives import GOOD, tar_gz, zip_of
+    from tests.adapters.upload.test_archives import GOOD, tar_gz, zip_of
 
     return tar_gz(GOOD), zip_of(GOOD)
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from kernels.platform import detect, installed
-from service.models.caches import ConvStates, KvCache, allocate_caches, kv_bytes_per_token, state_bytes_per_line
-from service.models.config_json import read_config
 from service.models.families import model_spec
-from service.models.layer_parts import MixerState
-from tests.support.tiny_models import make_tiny_model
+from service.models.layers.caches import ConvStates, KvCache, allocate_caches, kv_bytes_per_token, state_bytes_per_line
+from service.models.spec.config_json import read_config
+from service.models.spec.layer_parts import MixerState
+from tests.support.models.tiny_models import make_tiny_model
 
 
 def _on_the_host(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

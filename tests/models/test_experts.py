@@ -11,16 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from adapters.binding import bind
 from adapters.errors import BindingError
-from adapters.format import Tensor
-from adapters.peft_config import parse_config
+from adapters.files.safetensors_header import Tensor
+from adapters.peft.binding import bind
+from adapters.peft.config import parse_config
 from service.models.errors import ModelError
 from service.models.families import model_spec
 from service.models.layouts import layout_of
 from service.models.loader import load_model
 from tests.models.test_parity import assert_parity
-from tests.support.tiny_models import make_tiny_model, tiny_config
+from tests.support.models.tiny_models import make_tiny_model, tiny_config
 
 FAMILIES = ("qwen3_moe", "qwen3_5_moe_text")
 LAYER = {"qwen3_moe": "model.layers.0", "qwen3_5_moe_text": "model.layers.1"}

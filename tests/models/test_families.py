@@ -17,11 +17,11 @@ ROOT = Path(__file__).parents[2]
 WITHOUT_NAMES = ("service/models", "service/engine", "service/doctor", "service/first_host", "adapters", "kernels")
 # Where a family's name is read, how often, and what becomes of it. Whoever branches on it has to read it first.
 PASSED_ON = {
-    "service/models/config_json.py": 2,  # into the specification
+    "service/models/spec/config_json.py": 2,  # into the specification
     "service/models/layouts.py": 1,  # into the layout
     "service/models/loader.py": 1,  # logged
     "service/doctor/model.py": 1,  # shown
-    "service/api/validation.py": 1,  # a kind of pydantic's errors, no family
+    "service/api/schema/error_messages.py": 1,  # a kind of pydantic's errors, no family
     "bench/shapes.py": 1,  # written into config.json
 }
 FROM_FAMILIES = {"FAMILIES", "model_spec"}

@@ -14,16 +14,16 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from adapters.binding import bind
 from adapters.errors import BindingError
-from adapters.format import Tensor
-from adapters.paths import layout_fingerprint
-from adapters.peft_config import parse_config
-from service.models.config_json import read_config
+from adapters.files.paths import layout_fingerprint
+from adapters.files.safetensors_header import Tensor
+from adapters.peft.binding import bind
+from adapters.peft.config import parse_config
 from service.models.errors import ModelError
 from service.models.families import model_spec
 from service.models.layouts import layout_in, layout_of
-from tests.support.tiny_models import FAMILIES, make_tiny_model, tiny_config
+from service.models.spec.config_json import read_config
+from tests.support.models.tiny_models import FAMILIES, make_tiny_model, tiny_config
 
 
 def config_of(family: str, **overrides: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from service.models.errors import ModelError
 from service.models.loader import load_model
-from tests.support.tiny_models import EMBEDDING, HEAD, make_tiny_model, make_wrongly_tied_model
+from tests.support.models.tiny_models import EMBEDDING, HEAD, make_tiny_model, make_wrongly_tied_model
 
 NORM = "model.layers.1.input_layernorm.weight"
 

@@ -16,17 +16,17 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 from adapters.layout import BaseLayout
-from adapters.row_pool import RowPool
-from adapters.slab import HostAdapter, pack
+from adapters.memory.row_pool import RowPool
+from adapters.memory.slab import HostAdapter, pack
 from kernels.lora.ops import call_count
 from kernels.platform import Platform, detect, installed
-from service.engine.step_arrays import InputLimits
-from service.engine.step_inputs import StepInputs
-from service.engine.step_maps import BASE, ChunkInput, adapter_order
-from service.engine.step_sizes import StepSizes
-from service.models.caches import allocate_caches
+from service.engine.model.padding import StepSizes
+from service.engine.step.arrays import InputLimits
+from service.engine.step.inputs import StepInputs
+from service.engine.step.maps import BASE, ChunkInput, adapter_order
+from service.models.layers.caches import allocate_caches
 from service.models.loader import LoadedModel, load_model
-from tests.support.tiny_models import (
+from tests.support.models.tiny_models import (
     FAMILIES,
     LINEAR_MODULES,
     VOCAB_SIZE,

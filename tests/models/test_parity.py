@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from service.models.loader import LoadedModel, load_model
-from tests.support.hand_steps import HandDriver
-from tests.support.tiny_models import FAMILIES, VOCAB_SIZE, load_oracle, make_tiny_model, make_wrongly_tied_model
+from tests.support.engine.hand_steps import HandDriver
+from tests.support.models.tiny_models import FAMILIES, VOCAB_SIZE, load_oracle, make_tiny_model, make_wrongly_tied_model
 from tests.tolerances import LOGITS, LOGITS_RMS, logits_bounds
 
 LENGTHS = (1, 7, 33, 50)

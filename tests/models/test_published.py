@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from service.models.config_json import read_config
 from service.models.errors import ModelError
 from service.models.families import model_spec
 from service.models.loader import load_model
+from service.models.spec.config_json import read_config
 from tests.models.test_parity import assert_parity
-from tests.support.tiny_models import make_tiny_model, tiny_config
+from tests.support.models.tiny_models import make_tiny_model, tiny_config
 
 
 def rewrite_config(model_dir: Path, **changes: Any) -> None:

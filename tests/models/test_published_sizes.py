@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from service.models.caches import kv_bytes_per_token, state_bytes_per_line
-from tests.support.published import PUBLISHED, delta_heads_of, heads_of, product_of, spec_of
-from tests.support.tiny_models import FAMILIES
+from service.models.layers.caches import kv_bytes_per_token, state_bytes_per_line
+from tests.support.models.published import PUBLISHED, delta_heads_of, heads_of, product_of, spec_of
+from tests.support.models.tiny_models import FAMILIES
 
 # As their publishers count them.
 NUM_PARAMETERS = {

@@ -14,13 +14,13 @@ import pytest
 import torch
 from safetensors.torch import save, save_file
 
-from adapters.binding import bind
 from adapters.errors import BindingError, Malformed, RowsExceeded
-from adapters.format import Tensor
-from adapters.peft_config import parse_config
+from adapters.files.safetensors_header import Tensor
+from adapters.peft.binding import bind
+from adapters.peft.config import parse_config
 from adapters.row_plan import plan_rows
-from adapters.store import AdapterStore
-from adapters.validate import check_headers
+from adapters.store.store import AdapterStore
+from adapters.upload.validate import check_headers
 from service.models.layouts import layout_of
 from tests.models.test_qwen35 import text_config
 

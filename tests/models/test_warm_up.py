@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from adapters.row_pool import RowPool
+from adapters.memory.row_pool import RowPool
 from kernels.causal_conv1d import ops as conv_ops
 from kernels.lora import ops as lora_ops
 from kernels.paged_attention import ops as attention_ops
-from service.models.caches import KvCache, allocate_caches
+from service.models.layers.caches import KvCache, allocate_caches
 from service.models.loader import load_model
-from tests.support.tiny_models import make_tiny_model
+from tests.support.models.tiny_models import make_tiny_model
 
 CPU = torch.device("cpu")
 

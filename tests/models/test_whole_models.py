@@ -12,14 +12,14 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from service.models.config_json import read_config
 from service.models.errors import ModelError
 from service.models.families import model_spec
 from service.models.layouts import layout_of
 from service.models.loader import load_model
+from service.models.spec.config_json import read_config
 from service.text.tokenizer import TextTokenizer
 from tests.models.test_parity import assert_parity
-from tests.support.engine_parity import (
+from tests.support.engine.engine_parity import (
     Oracle,
     assert_greedy,
     build_engine,
@@ -28,8 +28,8 @@ from tests.support.engine_parity import (
     make_world,
     run_engine,
 )
-from tests.support.tiny_models import LINEAR_MODULES, make_tokenizer
-from tests.support.whole_models import WHOLE_FAMILIES, make_whole_model, text_family_of, whole_config
+from tests.support.models.tiny_models import LINEAR_MODULES, make_tokenizer
+from tests.support.models.whole_models import WHOLE_FAMILIES, make_whole_model, text_family_of, whole_config
 
 
 def config_json(family: str, **changes: Any) -> dict[str, Any]:

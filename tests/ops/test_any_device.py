@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from kernels.causal_conv1d import any_device as any_device_conv
 from kernels.lora import any_device, ops
 from kernels.platform import detect, implementation, installed
-from tests.ops import test_lora as lora
-from tests.support import conv_checks
-from tests.support.conv_cases import prefill_call, update_call
-from tests.support.lora_cases import Case, make_step
+from tests.ops.lora import test_lora as lora
+from tests.support.ops import conv_checks
+from tests.support.ops.conv_cases import prefill_call, update_call
+from tests.support.ops.lora_cases import Case, make_step
 from tests.support.tiers import examples
 from tests.tolerances import OP
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.causal_conv1d import cpu, ops, reference
-from tests.support import conv_checks
-from tests.support.conv_cases import Call, prefill_call, update_call
-from tests.support.conv_checks import PREFILL, SCALES, UPDATE, one_sequence, serving
+from tests.support.ops import conv_checks
+from tests.support.ops.conv_cases import Call, prefill_call, update_call
+from tests.support.ops.conv_checks import PREFILL, SCALES, UPDATE, one_sequence, serving
 from tests.support.tiers import examples
 
 SEEDS = st.integers(0, 2**31)

@@ -20,9 +20,9 @@ import torch
 
 from kernels.causal_conv1d import ops, reference
 from kernels.causal_conv1d.call import PrefillCall
-from tests.support import conv_checks
-from tests.support.conv_cases import Call
-from tests.support.conv_checks import CALLS, PREFILL, SCALES, UPDATE, moved, one_sequence, serving
+from tests.support.ops import conv_checks
+from tests.support.ops.conv_cases import Call
+from tests.support.ops.conv_checks import CALLS, PREFILL, SCALES, UPDATE, moved, one_sequence, serving
 from tests.tolerances import OP
 
 pytest.importorskip("triton", reason="NOT RUN: Triton is not installed")
@@ -170,7 +170,7 @@ def test_starts_that_do_not_begin_at_0_read_nothing_before_the_maps(source: Modu
 def compiled() -> dict[str, Any]:
     """What `compile_conv.py` found out, in a process where Triton compiles."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = Path(__file__).parents[1] / "support" / "compile_conv.py"
+    script = Path(__file__).parents[1] / "support" / "ops" / "compile_conv.py"
     result = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-2000:]
     return json.loads(result.stdout)

@@ -22,7 +22,7 @@ from kernels.rotary_kv import ops as rotary_kv_ops
 from kernels.rotary_kv.ops import rotary_kv
 from kernels.swiglu import ops as swiglu_ops
 from kernels.swiglu.ops import swiglu
-from tests.support.triton_interpreter import round_bfloat16
+from tests.support.npu.triton_interpreter import round_bfloat16
 from tests.tolerances import OP
 
 pytest.importorskip("triton", reason="NOT RUN: Triton is not installed")

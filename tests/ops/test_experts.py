@@ -13,8 +13,8 @@ import torch
 from kernels.experts import grouped, reference
 from kernels.experts.ops import experts, pack_experts, route
 from kernels.platform import in_use, installed
-from kernels.probe.shapes import ProbeShapes
-from tests.support.replay import Recording
+from kernels.shapes import ProbeShapes
+from tests.support.engine.replay import Recording
 from tests.tolerances import OP
 
 # num_experts, num_chosen, hidden_size, size

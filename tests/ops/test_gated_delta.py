@@ -19,9 +19,9 @@ from kernels.gated_delta import reference
 from kernels.gated_delta.ops import gated_delta_decode, gated_delta_prefill, warm_up
 from kernels.gated_delta.parts import gated_norm
 from kernels.platform import IMPLEMENTATIONS, contract, detect, in_use, installed
-from tests.ops.test_lora_triton import run_compiling
-from tests.support.made_up_npu import made_up_npu
-from tests.support.triton_interpreter import multiply_bfloat16, round_bfloat16
+from tests.ops.lora.test_lora_triton import run_compiling
+from tests.support.npu.fake_npu import made_up_npu
+from tests.support.npu.triton_interpreter import multiply_bfloat16, round_bfloat16
 from tests.tolerances import DELTA_STATE_RMS, OP
 
 # num_key_heads, num_value_heads, key_dim, value_dim: shared key heads, and sizes that are no powers of two.

@@ -13,7 +13,7 @@ import torch
 from kernels.paged_attention import gathered, sdpa
 from kernels.paged_attention.cache_layout import as_lines, is_heads_first, line_slots, made
 from kernels.paged_attention.ops import paged_attention, warm_up
-from tests.support.attention_cases import SCALE, Case, Step, check, float64_truth, make_step
+from tests.support.ops.attention_cases import SCALE, Case, Step, check, float64_truth, make_step
 
 # (tokens in this step, tokens in the cache after it) per sequence.
 STEPS = {

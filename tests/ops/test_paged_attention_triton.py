@@ -32,9 +32,9 @@ from kernels.paged_attention.triton_cuda_configs import (
     tile_for,
 )
 from kernels.platform import Platform
-from tests.support.attention_cases import SCALE, Case, Step, check, check_step, make_step
+from tests.support.npu.triton_interpreter import multiply_bfloat16
+from tests.support.ops.attention_cases import SCALE, Case, Step, check, check_step, make_step
 from tests.support.tiers import examples
-from tests.support.triton_interpreter import multiply_bfloat16
 
 pytest.importorskip("triton", reason="NOT RUN: Triton is not installed")
 
@@ -279,7 +279,7 @@ def test_compiles_for_hopper_without_a_gpu(device: str) -> None:
     if device != "cpu":
         pytest.skip("NOT RUN: on a GPU the other tests compile for that GPU")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    script = Path(__file__).parents[1] / "support" / "compile_attention.py"
+    script = Path(__file__).parents[1] / "support" / "ops" / "compile_attention.py"
     result = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-2000:]
     sizes = [int(line.split()[-1]) for line in result.stdout.splitlines()]

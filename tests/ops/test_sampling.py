@@ -21,10 +21,10 @@ from kernels.sampling.parameter_rows import index_of
 from kernels.sampling.random_numbers import uniform
 from kernels.sampling.results import Choice
 from kernels.sampling.scored_token import ScoredToken
-from service.engine.messages import Sampling
-from tests.ascend.twin.waits import recorded_waits
-from tests.support.replay import Recording
-from tests.support.sampling_cases import (
+from service.engine.ipc.messages import Sampling
+from tests.ascend.twin.stand_ins.waits import recorded_waits
+from tests.support.engine.replay import Recording
+from tests.support.ops.sampling_cases import (
     VOCAB,
     Mix,
     hashed_logits,

@@ -8,10 +8,19 @@ import numpy as np
 import pytest
 import torch
 
-from service.engine.build import build_engine
-from service.engine.messages import Sampling, Submit
-from tests.support.engine_parity import BASE, Oracle, Request, World, config_of, make_requests, make_world, run_engine
-from tests.support.tiny_models import FAMILIES
+from service.engine.ipc.messages import Sampling, Submit
+from service.engine.startup.build import build_engine
+from tests.support.engine.engine_parity import (
+    BASE,
+    Oracle,
+    Request,
+    World,
+    config_of,
+    make_requests,
+    make_world,
+    run_engine,
+)
+from tests.support.models.tiny_models import FAMILIES
 from tests.tolerances import LOGITS
 
 POOLINGS = ("last", "mean")

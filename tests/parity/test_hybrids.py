@@ -13,15 +13,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from adapters.store import AdapterStore
+from adapters.store.store import AdapterStore
 from service.engine.engine import Engine
-from service.engine.messages import Finished, Tokens
-from service.models.caches import state_bytes_per_line
-from service.models.config_json import read_config
+from service.engine.ipc.messages import Finished, Tokens
 from service.models.errors import ModelError
 from service.models.families import model_spec
+from service.models.layers.caches import state_bytes_per_line
 from service.models.layouts import layout_in
-from tests.support.engine_parity import (
+from service.models.spec.config_json import read_config
+from tests.support.engine.engine_parity import (
     BASE,
     Oracle,
     Request,
@@ -32,7 +32,7 @@ from tests.support.engine_parity import (
     make_world,
     run_engine,
 )
-from tests.support.tiny_models import OTHER_MIXERS, VOCAB_SIZE
+from tests.support.models.tiny_models import OTHER_MIXERS, VOCAB_SIZE
 
 FAMILIES = ("lfm2", "qwen3_5_text")
 # Around the borders of the delta rule's chunks, and of the convolution's taps.

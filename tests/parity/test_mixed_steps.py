@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kernels.lora import ops as lora_ops
-from tests.support.engine_parity import (
+from tests.support.engine.engine_parity import (
     BASE,
     Oracle,
     Request,
@@ -23,7 +23,7 @@ from tests.support.engine_parity import (
     make_world,
     run_engine,
 )
-from tests.support.tiny_models import FAMILIES, VOCAB_SIZE
+from tests.support.models.tiny_models import FAMILIES, VOCAB_SIZE
 from tests.tolerances import LOGITS, logits_bounds
 
 

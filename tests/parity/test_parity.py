@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from service.engine.step_records import StepRecord
-from tests.support.engine_parity import (
+from tests.support.engine.engine_parity import (
     BASE,
     Answer,
     Oracle,
@@ -23,7 +23,7 @@ from tests.support.engine_parity import (
     make_world,
     run_engine,
 )
-from tests.support.tiny_models import FAMILIES
+from tests.support.models.tiny_models import FAMILIES
 from tests.tolerances import LOGITS
 
 

@@ -18,17 +18,17 @@ from typing import Any
 import pytest
 import torch
 
-from adapters import copy_stream
+from adapters.memory import copy_stream
 from kernels.experts import grouped
 from kernels.platform import IMPLEMENTATIONS, detect, installed
 from kernels.probe.op_reports import OpReport
-from service.engine import build
 from service.engine.engine import Engine
-from service.engine.step_sizes import StepSizes
-from service.models.caches import KvCache
-from service.models.projection import Projection, TokenEmbedding
+from service.engine.model.padding import StepSizes
+from service.engine.startup import build
+from service.models.layers.caches import KvCache
+from service.models.layers.projection import Projection, TokenEmbedding
 from service.text.tokenizer import TextTokenizer
-from tests.support.engine_parity import (
+from tests.support.engine.engine_parity import (
     BASE,
     SAMPLINGS,
     Request,
@@ -38,9 +38,9 @@ from tests.support.engine_parity import (
     make_world,
     run_engine,
 )
-from tests.support.replay import TwinGraphs
-from tests.support.tiny_models import LINEAR_MODULES, VOCAB_SIZE
-from tests.support.triton_interpreter import multiply_bfloat16
+from tests.support.engine.replay import TwinGraphs
+from tests.support.models.tiny_models import LINEAR_MODULES, VOCAB_SIZE
+from tests.support.npu.triton_interpreter import multiply_bfloat16
 
 # Adapters of several ranks, of all projections and of some, and the base.
 MIX = ("all", "attention", BASE, "rs", "pattern", BASE, "one")

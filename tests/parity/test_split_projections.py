@@ -11,9 +11,9 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 
-from adapters.store import AdapterStore
+from adapters.store.store import AdapterStore
 from service.models.layouts import layout_in
-from tests.support.engine_parity import (
+from tests.support.engine.engine_parity import (
     BASE,
     Oracle,
     Request,
@@ -24,8 +24,8 @@ from tests.support.engine_parity import (
     make_world,
     run_engine,
 )
-from tests.support.split_projections import GATE_UP, PARTS, QKV, load_packed, load_split
-from tests.support.tiny_models import OTHER_MIXERS, VOCAB_SIZE
+from tests.support.models.split_projections import GATE_UP, PARTS, QKV, load_packed, load_split
+from tests.support.models.tiny_models import OTHER_MIXERS, VOCAB_SIZE
 
 FAMILY = "qwen3_5_text"
 OTHERS = list(OTHER_MIXERS[FAMILY][1:])

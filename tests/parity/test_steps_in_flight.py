@@ -14,13 +14,13 @@ import msgspec
 import pytest
 import torch
 
-from adapters.names import move
-from adapters.store import AdapterStore
-from service.engine import runner
+from adapters.files.name_versions import move
+from adapters.store.store import AdapterStore
 from service.engine.engine import Engine
-from service.engine.messages import Abort, Evict, Submit, Tokens
+from service.engine.ipc.messages import Abort, Evict, Submit, Tokens
+from service.engine.model import runner
 from service.models.layouts import layout_in
-from tests.support.engine_parity import (
+from tests.support.engine.engine_parity import (
     BASE,
     Answer,
     Request,
@@ -30,8 +30,8 @@ from tests.support.engine_parity import (
     make_world,
     run_engine,
 )
-from tests.support.stepped_loader import SteppedLoader
-from tests.support.tiny_models import LINEAR_MODULES, make_adapter
+from tests.support.engine.stepped_loader import SteppedLoader
+from tests.support.models.tiny_models import LINEAR_MODULES, make_adapter
 from tests.tolerances import LOGITS
 
 NUM_CHANGES = 1000

@@ -12,9 +12,9 @@ import torch
 from peft import PeftModel
 
 from adapters.errors import BindingError
-from adapters.store import AdapterStore
+from adapters.store.store import AdapterStore
 from service.models.layouts import layout_in
-from tests.support.engine_parity import (
+from tests.support.engine.engine_parity import (
     BASE,
     Oracle,
     Request,
@@ -25,7 +25,7 @@ from tests.support.engine_parity import (
     make_requests,
     run_engine,
 )
-from tests.support.tiny_models import load_oracle, make_adapter, make_tiny_model
+from tests.support.models.tiny_models import load_oracle, make_adapter, make_tiny_model
 from tests.tolerances import LOGITS
 
 IDS = [5, 9, 30]

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from kernels import platform
-from service.engine.messages import Load
-from tests.support.engine_parity import (
+from service.engine.ipc.messages import Load
+from tests.support.engine.engine_parity import (
     BASE,
     Oracle,
     Request,
@@ -22,7 +22,7 @@ from tests.support.engine_parity import (
     run_engine,
 )
 from tests.support.limits import LIMIT_SECONDS
-from tests.support.triton_interpreter import kernels_wished_for
+from tests.support.npu.triton_interpreter import kernels_wished_for
 
 pytest.importorskip("triton", reason="NOT RUN: Triton is not installed")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.engine_parity import build_engine, config_of, make_world, submit_every_sampling
+from tests.support.engine.engine_parity import build_engine, config_of, make_world, submit_every_sampling
 
 
 @pytest.mark.parametrize("model_type", ["llama", "lfm2"])

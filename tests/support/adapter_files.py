@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from adapters.files.manifest import AdapterRecord
+from adapters.files.name_versions import Change, Condition, keep, move
 from adapters.layout import BaseLayout, ProjectionSpec, Slice
-from adapters.names import Change, Condition, keep, move
-from adapters.records import AdapterRecord
-from adapters.store import AdapterStore
+from adapters.store.store import AdapterStore
 
 HIDDEN, INNER, VOCAB = 6, 10, 14
 _SAFETENSORS_DTYPES = {np.dtype("<f4"): "F32", np.dtype("<f2"): "F16", np.dtype("<u2"): "BF16"}
@@ -123,7 +123,7 @@ def upload_bytes(
     condition: Condition = keep,
     **change: Any,
 ) -> tuple[AdapterRecord, bool]:
-    """Upload the two files in chunks, as the API does; `change` as `adapters.names.Change` has it."""
+    """Upload the two files in chunks, as the API does; `change` as `adapters.files.name_versions.Change` has it."""
     with store.begin(declared_bytes=len(config) + len(tensors)) as upload:
         for part_name, data in (("adapter_config", config), ("adapter_model", tensors)):
             with upload.open_part(part_name) as part:
@@ -149,6 +149,8 @@ def upload_small(
 def put_version(
     store: AdapterStore, layout: BaseLayout, name: str, seed: int, condition: Condition = move, **change: Any
 ) -> tuple[AdapterRecord, bool]:
-    """Upload the adapter of this seed, whatever the name stands for; `change` as `adapters.names.Change` has it."""
+    """Upload the adapter of this seed, whatever the name stands for; `change` as `adapters.files.name_versions.Change`
+    has it.
+    """
     tensors = safetensors_bytes(lora_tensors(layout, modules_ending(layout, "q_proj"), 4, seed=seed))
     return upload_bytes(store, name, config_bytes(), tensors, condition=condition, **change)

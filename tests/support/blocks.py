@@ -8,8 +8,8 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.support.http.server import Server
 from tests.support.limits import LIMIT_SECONDS
-from tests.support.server import Server
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -18,8 +18,8 @@ from weakref import WeakSet
 import pytest
 
 from kernels.compile_ahead import num_variants
-from service.engine import link
 from service.engine.engine import Engine
+from service.engine.ipc import link
 
 # Of the sentence that is logged.
 COMPILED = "compiled after it was ready"

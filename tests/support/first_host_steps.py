@@ -15,11 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-from service.cli import make_parser
+from service.cli.main import make_parser
 from service.first_host import supervise
 from service.first_host.command import first_host
 from service.first_host.plan import Step
-from service.first_host.step_process import NotApplicable, StepFailed, StepHost
+from service.first_host.steps.step_process import NotApplicable, StepFailed, StepHost
 
 # Where steps meet the test: a directory with a named pipe `gate` and a list of what was begun, `begun`.
 MEETING = "FIRST_HOST_MEETING"
@@ -112,14 +112,14 @@ def meets(_host: StepHost) -> None:
 
 def launches(host: StepHost) -> None:
     """The LoRA kernels' first launch."""
-    from service.first_host.kernel_steps import triton
+    from service.first_host.steps.kernel_steps import triton
 
     triton(replace(host, options={**host.options, "model_dir": ""}))
 
 
 def adds(host: StepHost) -> None:
     """One addition, on a device whose package waits for ever where it is imported."""
-    from service.first_host.machine_facts import permissions
+    from service.first_host.steps.machine_facts import permissions
 
     permissions(replace(host, device="npu:0"))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from service.cli import main
+from service.cli.main import main
 from service.tenants.edit import add_key, revoke_key
 from service.tenants.keys_file import MAX_FILE_BYTES, KeysFileError, hash_of, parse_keys, read_keys
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from starlette.datastructures import Headers
 
-from service.api.auth import Access
+from service.api.access.auth import Access
 from service.tenants.edit import add_key, revoke_key
 from service.tenants.keys_file import SCOPES, KeysFile, KeysFileError, hash_of, read_keys
 from service.tenants.tenants import DEFAULT, Caller, Tenants

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from service.models.config_json import check_kinds
 from service.models.errors import ModelError
 from service.models.families import (
     gemma2,
@@ -25,7 +24,8 @@ from service.models.families import (
     qwen3_5,
     smollm3,
 )
-from service.models.spec import ModelSpec
+from service.models.spec.config_json import check_kinds
+from service.models.spec.model_spec import ModelSpec
 
 _READERS: Mapping[str, Callable[[Mapping[str, Any]], ModelSpec]] = MappingProxyType(
     {

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from service.models.config_json import Config, completed
 from service.models.families import gemma2, whole
-from service.models.rope_facts import RopeFacts, rope_facts
-from service.models.spec import ModelSpec
+from service.models.spec.config_json import Config, completed
+from service.models.spec.model_spec import ModelSpec
+from service.models.spec.rope_facts import RopeFacts, rope_facts
 
 # Sizes too, of which published text_configs leave some out.
 _DEFAULTS: Config = {

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from service.models.config_json import (
+from service.models.families import whole
+from service.models.spec.config_json import (
     Config,
     attention_sizes,
     check_activation,
@@ -13,9 +14,8 @@ from service.models.config_json import (
     layer_types,
     model_sizes,
 )
-from service.models.families import whole
-from service.models.rope_facts import rope_facts
-from service.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, ShortConvSpec
+from service.models.spec.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec, ShortConvSpec
+from service.models.spec.rope_facts import rope_facts
 
 _DEFAULTS: Config = {
     "max_position_embeddings": 128_000,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from service.models.config_json import Config, attention_sizes, check_activation, completed, count, model_sizes
-from service.models.rope_facts import rope_facts
-from service.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
+from service.models.spec.config_json import Config, attention_sizes, check_activation, completed, count, model_sizes
+from service.models.spec.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
+from service.models.spec.rope_facts import rope_facts
 
 # What transformers assumes where config.json is silent; other families build upon it.
 DEFAULTS: Config = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0}

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from service.models.config_json import Config, attention_sizes, check_activation, completed, count, model_sizes
 from service.models.families import llama, whole
-from service.models.rope_facts import rope_facts
-from service.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
+from service.models.spec.config_json import Config, attention_sizes, check_activation, completed, count, model_sizes
+from service.models.spec.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
+from service.models.spec.rope_facts import rope_facts
 
 _DEFAULTS: Config = {
     **llama.DEFAULTS,

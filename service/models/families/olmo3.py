@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from service.models.config_json import (
+from service.models.spec.config_json import (
     Config,
     attention_sizes,
     check_activation,
@@ -14,8 +14,8 @@ from service.models.config_json import (
     layer_types,
     model_sizes,
 )
-from service.models.rope_facts import RopeFacts, rope_facts
-from service.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
+from service.models.spec.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
+from service.models.spec.rope_facts import RopeFacts, rope_facts
 
 _DEFAULTS: Config = {
     "max_position_embeddings": 2048,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from service.models.config_json import (
+from service.models.families import llama, whole
+from service.models.spec.config_json import (
     Config,
     attention_sizes,
     check_activation,
@@ -11,9 +12,8 @@ from service.models.config_json import (
     late_windows,
     model_sizes,
 )
-from service.models.families import llama, whole
-from service.models.rope_facts import rope_facts
-from service.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
+from service.models.spec.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
+from service.models.spec.rope_facts import rope_facts
 
 DEFAULTS: Config = {
     **llama.DEFAULTS,

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from service.models.config_json import (
+from service.models.families import qwen2, whole
+from service.models.spec.config_json import (
     Config,
     attention_sizes,
     check_activation,
@@ -15,9 +16,8 @@ from service.models.config_json import (
     late_windows,
     model_sizes,
 )
-from service.models.families import qwen2, whole
-from service.models.rope_facts import rope_facts
-from service.models.spec import AttentionSpec, FeedForward, LayerSpec, MlpSpec, ModelSpec, MoeSpec
+from service.models.spec.model_spec import AttentionSpec, FeedForward, LayerSpec, MlpSpec, ModelSpec, MoeSpec
+from service.models.spec.rope_facts import rope_facts
 
 _DEFAULTS: Config = {**qwen2.DEFAULTS, "head_dim": 128}
 _MOE_DEFAULTS: Config = {

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from service.models.config_json import (
+from service.models.errors import ModelError
+from service.models.families import whole
+from service.models.spec.config_json import (
     Config,
     attention_sizes,
     check_activation,
@@ -18,10 +20,16 @@ from service.models.config_json import (
     layer_types,
     model_sizes,
 )
-from service.models.errors import ModelError
-from service.models.families import whole
-from service.models.rope_facts import rope_facts
-from service.models.spec import AttentionSpec, FeedForward, GatedDeltaSpec, LayerSpec, MlpSpec, ModelSpec, MoeSpec
+from service.models.spec.model_spec import (
+    AttentionSpec,
+    FeedForward,
+    GatedDeltaSpec,
+    LayerSpec,
+    MlpSpec,
+    ModelSpec,
+    MoeSpec,
+)
+from service.models.spec.rope_facts import rope_facts
 
 _DEFAULTS: Config = {
     "max_position_embeddings": 32_768,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from service.models.config_json import (
+from service.models.errors import ModelError
+from service.models.spec.config_json import (
     Config,
     attention_sizes,
     check_activation,
@@ -11,9 +12,8 @@ from service.models.config_json import (
     listed_windows,
     model_sizes,
 )
-from service.models.errors import ModelError
-from service.models.rope_facts import RopeFacts, rope_facts
-from service.models.spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
+from service.models.spec.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
+from service.models.spec.rope_facts import RopeFacts, rope_facts
 
 _DEFAULTS: Config = {
     "max_position_embeddings": 32_768,

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from service.models.config_json import Config
 from service.models.errors import ModelError
-from service.models.spec import ModelSpec
+from service.models.spec.config_json import Config
+from service.models.spec.model_spec import ModelSpec
 
 PREFIX = "model.language_model."
 # Beginnings of names, as checkpoints have them and as modules are called now; the last are layers for multi-token

@@ -1,4 +1,6 @@
-"""The Ascend convolution in triton-ascend's interpreter, through the public ops; see tests/support/conv_checks.py."""
+"""The Ascend convolution in triton-ascend's interpreter, through the public ops; see
+tests/support/ops/conv_checks.py.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ import pytest
 import torch
 
 from kernels.causal_conv1d import triton_ascend
-from tests.support import conv_checks
-from tests.support.conv_checks import CALLS, PREFILL, SCALES, UPDATE, one_sequence, serving
+from tests.support.ops import conv_checks
+from tests.support.ops.conv_checks import CALLS, PREFILL, SCALES, UPDATE, one_sequence, serving
 
 # The interpreter cuts float32 to bfloat16 instead of rounding; the gate runs bfloat16 as compiled.
 DTYPES = (torch.float32, torch.float16)

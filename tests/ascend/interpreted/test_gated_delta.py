@@ -12,9 +12,9 @@ import torch
 from kernels.gated_delta import reference, triton_ascend
 from kernels.gated_delta.ops import gated_delta_decode, gated_delta_prefill, warm_up
 from kernels.platform import in_use, installed
-from kernels.probe.shapes import ProbeShapes
+from kernels.shapes import ProbeShapes
 from tests.ops.test_gated_delta import Inputs, assert_close, ints, make_decoding, make_inputs, starts_of
-from tests.support.triton_interpreter import round_bfloat16
+from tests.support.npu.triton_interpreter import round_bfloat16
 from tests.tolerances import OP
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

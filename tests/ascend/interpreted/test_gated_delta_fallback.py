@@ -11,12 +11,12 @@ import torch
 from kernels.ascend_relaunch import AscendLaunch
 from kernels.gated_delta.triton_ascend_chunks import KERNELS
 from kernels.platform import IMPLEMENTATIONS, contract, in_use, installed
-from kernels.probe.cases import cases_of
+from kernels.probe.cases.registry import cases_of
+from kernels.probe.cases.test_tensors import Place
 from kernels.probe.choose import with_reports
 from kernels.probe.op_reports import OpReport
-from kernels.probe.place import Place
 from kernels.probe.run import probe
-from kernels.probe.shapes import ProbeShapes
+from kernels.shapes import ProbeShapes
 
 CPU, SHAPES = torch.device("cpu"), ProbeShapes(delta=(1, 2, 16, 16))
 CHUNKS, VECTOR, TORCH = "triton_ascend", "triton_ascend_vector", "any_device"

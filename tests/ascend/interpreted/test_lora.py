@@ -11,10 +11,11 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from kernels.lora import ops, triton_ascend, triton_ascend_tiles
+from kernels.lora import ops, triton_ascend
+from kernels.lora.ascend import tiles
 from kernels.platform import BackendError, detect, installed
-from tests.ops.test_lora import assert_right, cases, check_linear, expected_linear
-from tests.support.lora_cases import Case, make_maps, make_step
+from tests.ops.lora.test_lora import assert_right, cases, check_linear, expected_linear
+from tests.support.ops.lora_cases import Case, make_maps, make_step
 from tests.support.tiers import examples
 
 NUM_VECTOR_CORES = 4
@@ -43,13 +44,13 @@ def test_many_tokens_equal_float64(case: Case, overwrite: bool) -> None:
         # This interpreter multiplies bfloat16 matrices as integers; the gate runs them as compiled.
         case = dataclasses.replace(case, dtype=torch.float16, row_dtype=torch.float16)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton_ascend_tiles, "FEW_TOKENS", 0)
+        patch.setattr(tiles, "FEW_TOKENS", 0)
         check_linear(case, "cpu", overwrite=overwrite)
 
 
 @pytest.mark.parametrize("few_tokens", [0, 64], ids=["cube", "vector"])
 def test_shrink_then_expand_equals_float64(few_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_ascend_tiles, "FEW_TOKENS", few_tokens)
+    monkeypatch.setattr(tiles, "FEW_TOKENS", few_tokens)
     step = make_step(Case(128, (40, 8), ((16, 5, 0), (3, 20, 9)), (3, 1, 4), num_base_tokens=1))
     out = step.out.clone()
     h = ops.lora_shrink(step.x, step.stack, step.maps)
@@ -131,12 +132,12 @@ def test_spare_segments_are_skipped() -> None:
 
 def test_a_chip_too_small_for_every_table_is_refused() -> None:
     with pytest.raises(BackendError, match="no tiles for an NPU with 65536 bytes"):
-        triton_ascend_tiles.choose(8, 4096, 40, 65536)
+        tiles.choose(8, 4096, 40, 65536)
 
 
 def test_regime_and_grid_follow_from_sizes_alone() -> None:
     sizes = [(1, 4096), (64, 4096), (65, 4096), (4096, 4096), (4096, 1000)]
-    regimes = [triton_ascend_tiles.choose(tokens, features, 40, UNIFIED_BUFFER_BYTES) for tokens, features in sizes]
+    regimes = [tiles.choose(tokens, features, 40, UNIFIED_BUFFER_BYTES) for tokens, features in sizes]
     assert [(regime.name, regime.num_cores) for regime in regimes] == [
         ("few", 40), ("few", 40), ("many", 20), ("many", 20), ("few", 40),
     ]  # fmt: skip
@@ -151,7 +152,7 @@ PROJECTIONS_8B = ((4096, (4096, 1024, 1024)), (4096, (4096,)), (4096, (12288, 12
 @pytest.mark.parametrize(("num_tokens", "num_cores", "fewest"), [(32, 40, 36), (64, 40, 36), (256, 20, 16)])
 def test_every_projection_occupies_the_cores(num_tokens: int, num_cores: int, fewest: int) -> None:
     for in_features, widths in PROJECTIONS_8B:
-        regime = triton_ascend_tiles.choose(num_tokens, in_features, 40, UNIFIED_BUFFER_BYTES)
+        regime = tiles.choose(num_tokens, in_features, 40, UNIFIED_BUFFER_BYTES)
         assert regime.num_cores == num_cores
         num_tiles = -(-num_tokens // regime.tiles.tokens)
         items_of_part = num_tiles * len(widths) * regime.num_splits(in_features, num_tokens, len(widths))
@@ -166,7 +167,7 @@ def test_rank_64_has_four_times_the_items(num_tokens: int, in_features: int) -> 
     items = {}
     for rank in (16, 64):
         step = make_step(Case(in_features, (64,), ((rank,),), (num_tokens,)))
-        regime = triton_ascend_tiles.choose(num_tokens, in_features, 40, UNIFIED_BUFFER_BYTES)
+        regime = tiles.choose(num_tokens, in_features, 40, UNIFIED_BUFFER_BYTES)
         h = torch.empty(triton_ascend.partials_shape(in_features, num_tokens, 1, 64, regime))
         arguments = triton_ascend.plan_shrink(step.x, h, step.stack, step.maps, regime).arguments
         items[rank] = sum(part * arguments["R"] < rank for part in range(arguments["num_parts"])) * h.shape[2]
@@ -176,9 +177,9 @@ def test_rank_64_has_four_times_the_items(num_tokens: int, in_features: int) -> 
 def test_few_tokens_have_few_partial_sums() -> None:
     """So few splits for up to 8 tokens, by hand, that each chunk of columns reads little beside its block of B."""
     for num_tokens in (1, 8):
-        regime = triton_ascend_tiles.choose(num_tokens, 4096, 40, UNIFIED_BUFFER_BYTES)
+        regime = tiles.choose(num_tokens, 4096, 40, UNIFIED_BUFFER_BYTES)
         assert [regime.num_splits(4096, num_tokens, slices) for slices in (1, 2, 3)] == [11, 11, 11]
-    regime = triton_ascend_tiles.choose(1, 4096, 40, UNIFIED_BUFFER_BYTES)
+    regime = tiles.choose(1, 4096, 40, UNIFIED_BUFFER_BYTES)
     for widths, num_chunks in [((4096, 1024, 1024), 26 + 7 + 7), ((4096,), 37), ((2048,), 32), ((14336, 14336), 112)]:
         _block, chunk = regime.columns(sum(widths), 1)
         assert sum(-(-width // chunk) for width in widths) == num_chunks

@@ -10,13 +10,13 @@ import torch
 from hypothesis import Phase, given, settings
 
 from kernels.lora import triton_ascend as lora
-from kernels.lora.idle import idle_maps
+from kernels.lora.skip import idle_maps
 from kernels.lora_window import ops
 from kernels.platform import detect, installed
-from tests.ops.test_lora import expected_linear
-from tests.ops.test_lora_window import assert_close, expected_gated, steps, with_h
-from tests.support.lora_cases import Case, Step, make_step
-from tests.support.triton_interpreter import round_bfloat16
+from tests.ops.lora.test_lora import expected_linear
+from tests.ops.lora.test_lora_window import assert_close, expected_gated, steps, with_h
+from tests.support.npu.triton_interpreter import round_bfloat16
+from tests.support.ops.lora_cases import Case, Step, make_step
 
 NUM_VECTOR_CORES = 3
 UNIFIED_BUFFER_BYTES = 192 * 1024

@@ -11,7 +11,7 @@ import torch
 from kernels.platform import in_use, installed
 from kernels.rotary_kv.ops import rotary_kv
 from tests.ops.test_dense_ops import BLOCK_SIZE, angles_of, check_rotary_kv
-from tests.support.triton_interpreter import round_bfloat16
+from tests.support.npu.triton_interpreter import round_bfloat16
 
 NORMED = pytest.mark.parametrize("is_normed", [False, True], ids=["plain", "normed"])
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 if importlib.util.find_spec("torch_npu") is None:
     collect_ignore_glob = ["*"]
 else:
-    from tests.ascend.twin.install import import_torch_npu, prepare_interpreter
+    from tests.ascend.twin.stand_ins.install import import_torch_npu, prepare_interpreter
 
     import_torch_npu()
     prepare_interpreter()
@@ -23,7 +23,7 @@ else:
 @pytest.fixture
 def npu() -> Iterator[Platform]:
     """Tensors on the CPU are served as if they lay on an NPU."""
-    from tests.ascend.twin.install import npu_path
+    from tests.ascend.twin.stand_ins.install import npu_path
 
     with npu_path() as platform:
         yield platform

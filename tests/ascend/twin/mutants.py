@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tests.ascend.twin.calls import HOOK, Call, Source, call_nodes
+from tests.ascend.twin.stand_ins.calls import HOOK, Call, Source, call_nodes
 
 OTHER_DTYPES = {
     torch.float16: (torch.bfloat16, torch.float32),

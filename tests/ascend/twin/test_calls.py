@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ascend.twin import calls, checks, mutants, stand_ins
-from tests.ascend.twin.calls import Call, Patched
+from tests.ascend.twin import mutants
 from tests.ascend.twin.mutants import Mutant, Seen
+from tests.ascend.twin.stand_ins import calls, checks, stand_ins
+from tests.ascend.twin.stand_ins.calls import Call, Patched
 
 # Mutants that mean the same as the original, with the reason.
 EQUIVALENT = {

@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from adapters import row_pool
-from adapters.copy_stream import REACHED, Mark
-from adapters.slab import HostAdapter
-from service.engine import step_launcher
-from service.engine.step_inputs import StepInputs
-from tests.ascend.twin.copies import noted_host_memory, recorded_copies
-from tests.ascend.twin.install import npu_path
+from adapters.memory import row_pool
+from adapters.memory.copy_stream import REACHED, Mark
+from adapters.memory.slab import HostAdapter
+from service.engine.step import launcher
+from service.engine.step.inputs import StepInputs
+from tests.ascend.twin.stand_ins.copies import noted_host_memory, recorded_copies
+from tests.ascend.twin.stand_ins.install import npu_path
+from tests.ascend.twin.stand_ins.waits import recorded_waits
 from tests.ascend.twin.test_service import SIZES, config
-from tests.ascend.twin.waits import recorded_waits
-from tests.support.engine_parity import BASE, Request, build_engine, make_world, run_engine
+from tests.support.engine.engine_parity import BASE, Request, build_engine, make_world, run_engine
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 
@@ -39,7 +39,7 @@ class Runtime:
 @pytest.mark.parametrize("family", ["llama", "lfm2"])
 def test_a_step_brings_its_inputs_in_one_copy(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts and decode steps, with adapters and without."""
-    monkeypatch.setattr(step_launcher, "StepInputs", functools.partial(StepInputs, runtime=Runtime()))  # type: ignore[arg-type]
+    monkeypatch.setattr(launcher, "StepInputs", functools.partial(StepInputs, runtime=Runtime()))  # type: ignore[arg-type]
     world = make_world(family, tmp_path, "cpu", **SIZES[family])
     with npu_path(float32_attention=True):
         with noted_host_memory() as host:
@@ -52,7 +52,7 @@ def test_a_step_brings_its_inputs_in_one_copy(family: str, tmp_path: Path, monke
             while engine.num_requests:
                 with recorded_copies(host) as copies:
                     engine.step()
-                assert copies == ["service.engine.step_inputs._send: copy_"]
+                assert copies == ["service.engine.step.inputs._send: copy_"]
         finally:
             engine.close()
 
@@ -89,8 +89,10 @@ def test_a_load_is_one_copy_and_waits_for_nothing(family: str, tmp_path: Path, m
                 with recorded_copies(slabs) as copies, recorded_waits() as waits:
                     while engine.num_requests:
                         engine.step()
-                assert set(waits) == {"service.engine.step_results.wait: numpy"}
-                assert [copy for copy in copies if copy.startswith("adapters.")] == ["adapters.scatter.fetch: copy_"]
+                assert set(waits) == {"service.engine.step.results.wait: numpy"}
+                assert [copy for copy in copies if copy.startswith("adapters.")] == [
+                    "adapters.memory.device_upload.fetch: copy_"
+                ]
         finally:
             engine.close()
 

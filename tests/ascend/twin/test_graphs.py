@@ -15,13 +15,13 @@ import torch
 from kernels.attention_maps import AttentionMaps
 from kernels.lora import triton_ascend as lora
 from kernels.paged_attention import npu, npu_heads_first
-from service.engine.captured_steps import LARGE, UPDATE_FAILED
 from service.engine.engine import Engine
-from service.engine.step_sizes import StepSizes
-from tests.ascend.twin.install import npu_path
+from service.engine.model.graphs import LARGE, UPDATE_FAILED
+from service.engine.model.padding import StepSizes
+from tests.ascend.twin.stand_ins.install import npu_path
 from tests.ascend.twin.test_service import SIZES, config
-from tests.support.engine_parity import BASE, Request, World, build_engine, make_world, run_engine
-from tests.support.replay import TwinGraph, TwinGraphs
+from tests.support.engine.engine_parity import BASE, Request, World, build_engine, make_world, run_engine
+from tests.support.engine.replay import TwinGraph, TwinGraphs
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # Triton's interpreter
 
@@ -150,7 +150,7 @@ def test_steps_are_not_padded_unless_they_are_captured(world: World) -> None:
 
 
 def lengths_that_are_not_updated(patch: pytest.MonkeyPatch) -> None:
-    from tests.support.replay import Recording
+    from tests.support.engine.replay import Recording
 
     patch.setattr(Recording, "rewrite", lambda _self, _values: 1)
 

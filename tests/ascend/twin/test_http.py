@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from kernels.platform import IMPLEMENTATIONS
-from tests.ascend.twin.calls import ROOT
-from tests.support.engine_parity import BASE, Oracle, World, make_world
-from tests.support.server import Server, running_server
+from tests.ascend.twin.stand_ins.calls import ROOT
+from tests.support.engine.engine_parity import BASE, Oracle, World, make_world
+from tests.support.http.server import Server, running_server
 from tests.tolerances import LOGITS
 
 pytestmark = pytest.mark.wide
@@ -24,7 +24,7 @@ SITE_CUSTOMIZE = """
 import sys
 if "service.engine.process" in sys.orig_argv:
     from kernels.platform import install
-    from tests.ascend.twin.install import import_torch_npu, npu_platform, prepare_interpreter
+    from tests.ascend.twin.stand_ins.install import import_torch_npu, npu_platform, prepare_interpreter
     import_torch_npu()
     prepare_interpreter()
     install(npu_platform(), "cpu")

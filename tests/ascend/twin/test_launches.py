@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from kernels.lora.triton_ascend import LoraLaunch
-from tests.ascend.twin.install import npu_path
+from tests.ascend.twin.stand_ins.install import npu_path
 from tests.ascend.twin.test_service import SIZES, config
-from tests.support.engine_parity import Request, build_engine, make_world
-from tests.support.tiny_models import LINEAR_MODULES
+from tests.support.engine.engine_parity import Request, build_engine, make_world
+from tests.support.models.tiny_models import LINEAR_MODULES
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 SPECS = {

@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 
-from tests.ascend.twin import calls
-from tests.ascend.twin.calls import Patched
-from tests.ascend.twin.slips import Hook, Slip, slips
-from tests.support import made_up_npu
+from tests.ascend.twin.stand_ins import calls
+from tests.ascend.twin.stand_ins.calls import Patched
+from tests.ascend.twin.stand_ins.slips import Hook, Slip, slips
+from tests.support.npu import fake_npu
 
 CALLS = [call for source in calls.sources() for call in calls.runtime_calls(source)]
 # Functions without such a call that hand values to one, or use its answer.
 HELPERS = {
     "kernels.ascend_runtime": ("torch_npu", "_launches_queue"),
     "kernels.platform": ("prepare", "_without_triton"),
-    "service.engine.npu_graphs": (),
-    "service.first_host.profiles": (),
+    "service.engine.model.npu_graphs": (),
+    "service.first_host.steps.profiles": (),
 }
 # Slips that mean the same as the original, with the reason.
 EQUIVALENT = {
@@ -30,12 +30,12 @@ EQUIVALENT = {
 }
 
 
-def _said() -> list[made_up_npu.Said]:
+def _said() -> list[fake_npu.Said]:
     """Everything that the checks have the service ask for."""
-    made_up_npu.EVERYTHING_SAID.clear()
-    for check in made_up_npu.CHECKS.values():
+    fake_npu.EVERYTHING_SAID.clear()
+    for check in fake_npu.CHECKS.values():
         check()
-    return list(made_up_npu.EVERYTHING_SAID)
+    return list(fake_npu.EVERYTHING_SAID)
 
 
 def test_every_call_of_the_runtime_is_reached() -> None:
@@ -64,7 +64,7 @@ def test_every_call_of_the_runtime_fits_the_wheel() -> None:
             assert f'"{said.args[0]}' in inspect.getdoc(owner.get_cann_version).replace("\\", "")
         if name in ("set_device", "get_device_properties"):
             assert torch_npu.npu.utils._get_device_index(*said.args, optional=True) == 3
-    for properties, *_ in made_up_npu.PLATFORMS.values():
+    for properties, *_ in fake_npu.PLATFORMS.values():
         assert properties.keys() <= set(dir(torch_npu._C._NPUDeviceProperties))
 
 
@@ -94,7 +94,7 @@ def _fault(patched: Patched, slip: Slip, hook: Hook) -> str | None:
     """What the first check that fails says of the slip; None if none does."""
     patched.exchange(slip.build(), hook)
     try:
-        for check in made_up_npu.CHECKS.values():
+        for check in fake_npu.CHECKS.values():
             try:
                 check()
             except (Exception, pytest.fail.Exception) as error:  # what pytest raises itself is none

@@ -14,15 +14,15 @@ import pytest
 import torch
 
 from kernels.platform import IMPLEMENTATIONS, in_use, installed
-from service.engine.build import decide, shapes_to_probe
-from service.engine.config import EngineConfig, EngineOptions
+from service.engine.ipc.config import EngineConfig, EngineOptions
+from service.engine.startup.build import decide, shapes_to_probe
 from service.engine.step_records import StepRecord
-from service.models.caches import kv_bytes_per_token
-from service.models.config_json import read_config
 from service.models.families import model_spec
-from tests.ascend.twin import stand_ins
-from tests.ascend.twin.install import npu_path, npu_platform
-from tests.support.engine_parity import (
+from service.models.layers.caches import kv_bytes_per_token
+from service.models.spec.config_json import read_config
+from tests.ascend.twin.stand_ins import stand_ins
+from tests.ascend.twin.stand_ins.install import npu_path, npu_platform
+from tests.support.engine.engine_parity import (
     BASE,
     Answer,
     Oracle,
@@ -33,7 +33,7 @@ from tests.support.engine_parity import (
     make_world,
     run_engine,
 )
-from tests.support.tiny_models import VOCAB_SIZE, make_tiny_model
+from tests.support.models.tiny_models import VOCAB_SIZE, make_tiny_model
 from tests.tolerances import LOGITS, LOGITS_RMS
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # Triton's interpreter

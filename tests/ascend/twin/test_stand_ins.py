@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.probe.shapes import ProbeShapes
-from tests.ascend.twin import stand_ins
-from tests.ascend.twin.stand_ins import BrokenRule
+from kernels.shapes import ProbeShapes
+from tests.ascend.twin.stand_ins import stand_ins
+from tests.ascend.twin.stand_ins.stand_ins import BrokenRule
 
 Arguments = dict[str, Any]
 TOKENS, HEADS, KV_HEADS, HEAD_DIM, BLOCKS, BLOCK_SIZE = 6, 4, 2, 64, 5, 128

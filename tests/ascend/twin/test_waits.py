@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.ascend.twin.install import npu_path
+from tests.ascend.twin.stand_ins.install import npu_path
+from tests.ascend.twin.stand_ins.waits import recorded_waits
 from tests.ascend.twin.test_service import SIZES, config
-from tests.ascend.twin.waits import recorded_waits
-from tests.support.engine_parity import build_engine, make_world, submit_every_sampling
+from tests.support.engine.engine_parity import build_engine, make_world, submit_every_sampling
 
 WAITING = """
 def work():
@@ -37,7 +37,7 @@ def test_a_step_waits_for_the_device_once(tmp_path: Path) -> None:
             while engine.num_requests:
                 with recorded_waits() as waits:
                     engine.step()
-                assert waits == ["service.engine.step_results.wait: numpy"]
+                assert waits == ["service.engine.step.results.wait: numpy"]
             assert engine.num_steps - num_steps == 3
         finally:
             engine.close()

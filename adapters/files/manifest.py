@@ -1,0 +1,85 @@
+"""What the store remembers about an adapter: plain data, written as JSON beside the tensors.
+
+Of ten thousand names, or of a few hundred manifests, there would be tens of thousands of objects for the garbage
+collector to walk through, with Python's lock: `gc=False` has it pass them by. They are frozen, so there are no cycles.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from adapters.files.name_versions import Version, Visibility
+from adapters.files.paths import without_root
+
+# What msgspec raises where it cannot read them.
+UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError)
+
+
+class ModuleRecord(msgspec.Struct, frozen=True, gc=False):
+    """One adapted module of the base, e.g. `model.layers.3.self_attn.q_proj`; `num_bytes` counts what is stored for it.
+
+    rank   0 for a module without LoRA
+    parts  what it has beside LoRA weights, as `adapters.peft.bound_tensors.BoundExtra` has it, or trained tokens
+    token_ids  of these
+    """
+
+    module: str
+    rank: int
+    scaling: float
+    num_bytes: int
+    parts: tuple[str, ...] = ()
+    token_ids: tuple[int, ...] = ()
+
+
+class Manifest(msgspec.Struct, frozen=True, gc=False):
+    """Everything known of one digest; the load report of an upload is made of it.
+
+    rows          rows it needs on the device per projection group (its largest rank there), before alignment
+    notes         sentences about what was understood and left out (ignored files, training-only settings)
+    has_chat_template  whether the adapter ships chat templates of its own
+    invocation    tokens at whose last place in a prompt the adapter begins; () = it works on all tokens
+    special_tokens  variables of chat templates that differ from the base's; None: the adapter has none
+    eos_token_ids   end its answers beside the base's
+    """
+
+    digest: str
+    layout: str
+    rank: int
+    num_bytes: int
+    rows: dict[str, int]
+    modules: tuple[ModuleRecord, ...]
+    notes: tuple[str, ...] = ()
+    has_chat_template: bool = False
+    invocation: tuple[int, ...] = ()
+    special_tokens: dict[str, str | None] = {}
+    eos_token_ids: tuple[int, ...] = ()
+
+
+class Summary(msgspec.Struct, frozen=True, gc=False):
+    """What listings show of a manifest: read from its JSON without the modules."""
+
+    rank: int
+    num_bytes: int
+    rows: dict[str, int]
+    has_chat_template: bool = False
+
+
+class AdapterRecord(msgspec.Struct, frozen=True, gc=False):
+    """A version of a name, and what it stands for. is_first: the name had none before."""
+
+    name: str
+    version: Version
+    manifest: Manifest
+    owner: str = ""
+    visibility: Visibility = "public"
+    is_pinned: bool = False
+    is_first: bool = False
+
+    @property
+    def digest(self) -> str:
+        return self.version.digest
+
+    @property
+    def reference(self) -> str:
+        """`name@number`, as its owner's requests may give it where there are no tenants."""
+        return f"{without_root(self.name)}@{self.version.number}"

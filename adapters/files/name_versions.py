@@ -1,0 +1,269 @@
+"""What a name stands for: its versions, whose it is, and who may see it. Plain data, and rules without files.
+
+A name's versions are numbered from 1, or from behind those of a deleted one of that name, and never change. The last
+one is what the name stands for; to go back to an older one makes a new version of its content, so that a number tells
+one content for ever and the history is whole.
+
+`gc=False`: see `adapters.files.manifest`.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Callable, Iterable, Iterator
+from typing import Literal
+
+import msgspec
+
+from adapters.errors import Conflict, NotFound, Stale
+from adapters.files.paths import without_root
+
+Visibility = Literal["private", "shared", "public"]
+
+# A name, an owner's prefix included, and a version of it: `name@3`, `name@<12 to 64 digits of its digest>`.
+_NUMBER = re.compile(r"[1-9][0-9]{0,8}")
+_DIGEST_START = re.compile(r"(?:sha256:)?([0-9a-f]{12,64})")
+
+
+class Version(msgspec.Struct, frozen=True, gc=False):
+    """One content that a name has stood for.
+
+    by       who gave it, as the API names its callers; "" if nobody is known
+    note     what they said of it
+    same_as  the version with the same weights, value by value, in another float type; None if none is known
+    """
+
+    number: int
+    digest: str
+    created_at_seconds: float
+    by: str = ""
+    note: str = ""
+    same_as: int | None = None
+
+
+class NameRecord(msgspec.Struct, frozen=True, gc=False):
+    """What a name's file holds.
+
+    versions    those that are kept, oldest first, at least one
+    owner       the tenant whose name it is, "" without tenants
+    visibility  who beside the owner may use it: nobody, the tenants in `shared_with`, all tenants
+    is_pinned   whether engines keep what it stands for on the device; see `adapters.store.pins`
+    first       number of its first version, kept or not
+    """
+
+    versions: tuple[Version, ...]
+    owner: str = ""
+    visibility: Visibility = "public"
+    shared_with: tuple[str, ...] = ()
+    is_pinned: bool = False
+    first: int = 1
+
+    @property
+    def current(self) -> Version:
+        """What the name stands for."""
+        return self.versions[-1]
+
+    @property
+    def digest(self) -> str:
+        """Of the current version."""
+        return self.current.digest
+
+    @property
+    def created_at_seconds(self) -> float:
+        """When the name came to stand for its content."""
+        return self.current.created_at_seconds
+
+    @property
+    def digests(self) -> set[str]:
+        """Everything whose files the name keeps."""
+        return {version.digest for version in self.versions}
+
+    def version(self, selector: str) -> Version | None:
+        """The version of this number, or the newest one whose digest begins so (12 digits or more); None if none."""
+        return next((one for one in reversed(self.versions) if _is_meant(one, selector)), None)
+
+
+class Quota(msgspec.Struct, frozen=True):
+    """What an owner may have, None for no limit: names, and bytes of all contents that they keep, each counted once."""
+
+    max_names: int | None = None
+    max_bytes: int | None = None
+
+
+class Change(msgspec.Struct, frozen=True):
+    """Who gives a name new content, and what they say of it.
+
+    owner       of a new name; one that is there keeps its own
+    visibility  None: that of a name that is there, `usual` for a new one. With "shared", `shared_with` says with whom
+    quota       the owner's
+    """
+
+    by: str = ""
+    note: str = ""
+    owner: str = ""
+    visibility: Visibility | None = None
+    shared_with: tuple[str, ...] = ()
+    usual: Visibility = "public"
+    quota: Quota = Quota()
+
+
+# Raises where a name may not be given content: what the name is now (None: free), and the content's digest once known.
+Condition = Callable[[NameRecord | None, str | None], None]
+
+
+def keep(record: NameRecord | None, digest: str | None) -> None:
+    """The name is free, or has this content already. Raises Conflict."""
+    if record is not None and digest not in (None, record.digest):
+        raise Conflict("The name is taken by another adapter; replace that with PUT, delete it or choose another name.")
+
+
+def move(_record: NameRecord | None, _digest: str | None) -> None:
+    """Whatever the name stands for."""
+
+
+def if_absent(record: NameRecord | None, _digest: str | None) -> None:
+    """The name is free. Raises Stale."""
+    if record is not None:
+        raise Stale(f"The name is taken: it stands for version {record.current.number}. Nothing was changed.")
+
+
+def if_match(selectors: Iterable[str]) -> Condition:
+    """The name stands for one of these versions, each a number, a digest or "*" for any. Raises Stale."""
+    wanted = tuple(selectors)
+
+    def check(record: NameRecord | None, _digest: str | None) -> None:
+        if record is None:
+            raise Stale("The name stands for nothing. Nothing was changed; leave out the condition to create it.")
+        if not any(one == "*" or _is_meant(record.current, one) for one in wanted):
+            raise Stale(
+                f"The name stands for version {record.current.number} ({record.digest[:12]}) by now. Nothing was "
+                "changed; look at that version before you replace it."
+            )
+
+    return check
+
+
+def or_made(condition: Condition) -> Condition:
+    """For content that is sent: `condition` holds, or it held for the version before, and the name stands for this
+    content since. Whoever has lost the answer may send the change again (RFC 9110, 13.1.1). Raises what it does."""
+
+    def check(record: NameRecord | None, digest: str | None) -> None:
+        try:
+            condition(record, digest)
+        except Stale as lost:
+            if record is None or digest not in (None, record.digest) or not _held_before(condition, record):
+                raise lost
+
+    return check
+
+
+def _held_before(condition: Condition, record: NameRecord) -> bool:
+    """Whether `condition` held before the current version came. False where the version before is not kept."""
+    kept = record.versions[:-1]
+    if not kept and record.current.number > record.first:
+        return False
+    try:
+        condition(msgspec.structs.replace(record, versions=kept) if kept else None, None)
+    except Stale:
+        return False
+    return True
+
+
+def created(digest: str, now_seconds: float, change: Change, number: int = 1) -> NameRecord:
+    """A new name, whose first version has this number."""
+    version = Version(number, digest, now_seconds, change.by, change.note)
+    return seen(NameRecord((version,), change.owner, change.usual, first=number), change)
+
+
+def changed(
+    record: NameRecord, digest: str, now_seconds: float, change: Change, same_as: int | None = None
+) -> NameRecord:
+    """The name with `digest` as its new current version."""
+    version = Version(record.current.number + 1, digest, now_seconds, change.by, change.note, same_as)
+    return seen(msgspec.structs.replace(record, versions=(*record.versions, version)), change)
+
+
+def seen(record: NameRecord, change: Change) -> NameRecord:
+    """The name with the change's visibility, if it says one."""
+    if change.visibility is None:
+        return record
+    return msgspec.structs.replace(record, visibility=change.visibility, shared_with=change.shared_with)
+
+
+def are_twins(one: str, other: str) -> bool:
+    """Whether the names are the same but for case and their Unicode form."""
+    return folded(one) == folded(other)
+
+
+def folded(name: str) -> str:
+    """The same for all twins."""
+    return unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
+
+
+def split(reference: str) -> tuple[str, str]:
+    """A name as requests give it: the name itself, and the version's selector, "" for the current one."""
+    name, _, selector = reference.partition("@")
+    return name, selector
+
+
+def record_of(names: dict[str, NameRecord], name: str) -> NameRecord:
+    """Raises NotFound."""
+    record = names.get(name)
+    if record is None:
+        raise NotFound(f"The adapter {without_root(name)[:200]!r} does not exist.")
+    return record
+
+
+def find(names: dict[str, NameRecord], reference: str) -> tuple[str, Version]:
+    """The name and the version that a request's `name`, `name@number` or `name@digest` means. Raises NotFound."""
+    name, selector = split(reference)
+    record = record_of(names, name)
+    if "@" not in reference:
+        return name, record.current
+    version = record.version(selector)
+    if version is None:
+        raise NotFound(
+            f"The adapter {without_root(name)[:200]!r} has no version {selector[:80]!r}; its history lists those it "
+            "has."
+        )
+    return name, version
+
+
+def before(name: str, record: NameRecord) -> str:
+    """The reference of the newest version whose content is not the current one. Raises NotFound."""
+    version = next((one for one in reversed(record.versions) if one.digest != record.digest), None)
+    if version is None:
+        raise NotFound(f"The adapter {without_root(name)[:200]!r} has no earlier version.")
+    return f"{name}@{version.number}"
+
+
+def pruned(record: NameRecord, num_bytes: Callable[[str], int], *, most: int, most_bytes: int) -> NameRecord:
+    """The record with its newest versions: at most `most`, of which all but the current content have `most_bytes`
+    together. The current version always stays; nothing older stays than the first one that is too much."""
+    kept, digests, total_bytes = [record.current], {record.digest}, 0
+    for version in reversed(record.versions[:-1]):
+        if version.digest not in digests:
+            total_bytes += num_bytes(version.digest)
+        if len(kept) == most or total_bytes > most_bytes:
+            break
+        digests.add(version.digest)
+        kept.append(version)
+    return msgspec.structs.replace(record, versions=tuple(reversed(kept)))
+
+
+def uses(records: Iterable[NameRecord]) -> Iterator[str]:
+    """Digests, each as often as a name keeps it."""
+    return (digest for record in records for digest in record.digests)
+
+
+def is_selector(text: str) -> bool:
+    """Whether some version can be meant by it: a number, or the first digits of a digest."""
+    return _NUMBER.fullmatch(text) is not None or _DIGEST_START.fullmatch(text) is not None
+
+
+def _is_meant(version: Version, selector: str) -> bool:
+    if _NUMBER.fullmatch(selector):
+        return version.number == int(selector)
+    start = _DIGEST_START.fullmatch(selector)
+    return start is not None and version.digest.startswith(start.group(1))

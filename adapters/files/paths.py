@@ -1,0 +1,105 @@
+"""Where things lie below the store's root; both processes compute it from the same layout.
+
+<root>/<layout fingerprint>/lock
+                            staging/<random>/        uploads in progress and files on their way out
+                            adapters/<digest>/       adapter_config.json, adapter_model.safetensors, manifest.json
+                            names/<name>             what a name stands for (`adapters.files.name_versions.NameRecord`);
+                            `/` is %2F retired/<name>           the last of a name that was deleted: its numbers go on
+                            index.sqlite             what listings need of them, made of these files
+                            (`adapters.store.sqlite_index`)
+
+Where several servers share the store (`adapters.store.shared_log`), beside these:
+                            staging/<server>/        each server's own
+                            changes, change-lock     the log of changes, and the turn to change anything
+                            members/<server>         signs of life, and what each server's requests hold
+<root>/tenants/<server>     what tenants have taken on each server (`service.tenants.usage`)
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+from dataclasses import asdict
+from pathlib import Path
+
+import msgspec
+
+from adapters.layout import BaseLayout
+
+CONFIG_FILE = "adapter_config.json"
+TENSOR_FILE = "adapter_model.safetensors"
+MANIFEST_FILE = "manifest.json"
+TEMPLATE_FILE = "chat_template.jinja"
+# The templates of other names than DEFAULT_TEMPLATE, as one JSON object.
+NAMED_TEMPLATES_FILE = "named_chat_templates.json"
+DEFAULT_TEMPLATE = "default"
+
+_PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+# `name`, or `org/name` as repositories are called; the lengths leave room for an owner in the name of a file.
+NAME = re.compile(rf"(?=.{{1,128}}\Z){_PART}(?:/{_PART}){{0,7}}")
+# A tenant, whose name and a `/` stand before the names of its adapters.
+OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+# What stands behind a name in addresses: `org/history` would be the history of the adapter `org`.
+RESERVED = frozenset({"history", "rollback", "pin"})
+# What stands before the names that have no owner, where somebody else calls them.
+OWNERLESS = "default"
+DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+def is_name(name: str, owner: str = "") -> bool:
+    """Whether the store may call an adapter of this owner so, see `join`. It may hold one that was named before the
+    name was RESERVED."""
+    found, rest = separate(name)
+    return (
+        found == owner
+        and name == join(owner, rest)
+        and (NAME.fullmatch(rest) is not None and (not owner or OWNER.fullmatch(owner) is not None))
+    )
+
+
+def join(owner: str, name: str) -> str:
+    """How the store calls an owner's adapter: `<owner>/<name>`. The owner "" goes with its `/` where the name has none,
+    so that each owner's names are others than everybody else's: `/org/name` is not the `name` of the owner `org`."""
+    return f"{owner}/{name}" if owner or "/" in name else name
+
+
+def separate(full_name: str) -> tuple[str, str]:
+    """Owner and name, of what `join` returned."""
+    owner, slash, name = full_name.partition("/")
+    return (owner, name) if slash else ("", full_name)
+
+
+def without_root(full_name: str) -> str:
+    """What `join` returned, for people: without the `/` of no owner."""
+    return full_name.removeprefix("/")
+
+
+@functools.lru_cache(maxsize=8)
+def layout_fingerprint(layout: BaseLayout) -> str:
+    """16 hex digits that change with the base: its weights, or how an adapter binds to it. Kept, since each read of an
+    adapter asks for it, beside the steps, and a large base has hundreds of modules."""
+    fields = asdict(layout)
+    # These follow from the rest, and stores are older than they.
+    for name in ("norms", "splits", "ties_head", "fixed"):
+        del fields[name]
+    return hashlib.sha256(msgspec.json.encode(fields)).hexdigest()[:16]
+
+
+def layout_root(root: Path, layout: BaseLayout) -> Path:
+    return root / layout_fingerprint(layout)
+
+
+def adapter_dir(root: Path, layout: BaseLayout, digest: str) -> Path:
+    """Directory of a published adapter. `digest` never comes unchecked from a client."""
+    assert DIGEST.fullmatch(digest), digest
+    return layout_root(root, layout) / "adapters" / digest
+
+
+LINEAR_SIDES = ("lora_A.weight", "lora_B.weight")
+EMBEDDING_SIDES = ("lora_embedding_A", "lora_embedding_B")
+
+
+def stored_name(module: str, side: str) -> str:
+    """PEFT's name of a stored tensor; `side` is one of LINEAR_SIDES or EMBEDDING_SIDES."""
+    return f"base_model.model.{module}.{side}"

@@ -1,0 +1,28 @@
+"""Whether a directory can be written, by writing in it: free space as the system tells it knows no quotas."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Literal
+
+from adapters.files.store_faults import FULL, READ_ONLY
+
+WriteFault = Literal["full", "unreachable", "read-only"]
+# More than what a file system keeps within a file's own entry.
+_NUM_BYTES = 8192
+
+
+def write_fault(directory: Path) -> WriteFault | None:
+    """What keeps files from being written there; None where one could be, of which nothing is left. Waits for a file
+    server that does not answer."""
+    try:
+        with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+            # A file server may say only at the end that it was too much: closing raises then.
+            if file.write(bytes(_NUM_BYTES)) < _NUM_BYTES:
+                return "full"
+    except OSError as error:
+        if error.errno in FULL:
+            return "full"
+        return "read-only" if error.errno in READ_ONLY else "unreachable"
+    return None

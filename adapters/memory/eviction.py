@@ -1,0 +1,130 @@
+"""Which adapter to keep where not all fit: those that are asked for most often lately, for what they cost.
+
+    worth = uses * cost / size
+
+A use counts by half once there have been `HALF_LIFE` others for each adapter that was kept meanwhile. Those of an
+adapter that was evicted are remembered: one that is asked for often is known when it comes back. `cost` is what
+bringing it again would take, `size` what it occupies. Of equal worth, the least recently used goes.
+
+All uses fade at one rate, so the order of two adapters is what it was until one of them is used again:
+log2(uses) at a use, plus the half-lives that had passed then, tells it for good, and a heap finds the least.
+
+Frequency that fades is LRFU's (Lee et al. 2001), the rest GreedyDual-Size-Frequency's (Cherkasova 1998), which forgets
+the uses of what it evicts and ages what stays by evictions alone: while demand moves on, it hits less often than the
+rule of the least recent use does (`python -m bench.scale.cluster_bounds --moves 2000`).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+# Compared as it is: worth, then the turn of the last use.
+Worth = tuple[float, int]
+# In uses for each adapter that is kept. Of 2 to 32, what hits more often than both rules above on every stream tried.
+HALF_LIFE = 16.0
+# Evicted adapters whose uses are remembered, those that were evicted last.
+MOST_REMEMBERED = 8192
+
+
+@dataclass(slots=True)
+class _Used:
+    """`uses` as they counted when `at` half-lives had passed.
+
+    is_new  it came in for a use that has not begun
+    """
+
+    uses: float
+    at: float
+    last_turn: int = 0
+    is_new: bool = False
+
+
+class Worths:
+    """Of what is kept in one place, by digest.
+
+    cost_per_size  what it takes to bring an adapter again, for each unit of its size; asked when worths are compared
+    """
+
+    def __init__(self, cost_per_size: Callable[[str], float]) -> None:
+        self._cost_per_size = cost_per_size
+        self._kept: dict[str, _Used] = {}
+        self._gone: dict[str, _Used] = {}  # in the order of their evictions
+        self._half_lives = 0.0  # that have passed, in uses
+        self._turn = 0
+
+    def come(self, digest: str) -> None:
+        """It comes in for a use, which counts now and not again when it begins."""
+        self._kept[digest] = self._gone.pop(digest, _Used(0.0, self._half_lives))
+        self.use(digest)
+        self._kept[digest].is_new = True
+
+    def use(self, digest: str) -> None:
+        """It is used; it is there."""
+        used = self._kept[digest]
+        if not used.is_new:
+            self._half_lives += 1.0 / (HALF_LIFE * len(self._kept))
+            used.uses = self._uses_now(used) + 1.0
+        used.at, used.is_new = self._half_lives, False
+        self.look_at(digest)
+
+    def look_at(self, digest: str) -> None:
+        """It was in use until now, which counts as no further use."""
+        self._turn += 1
+        self._kept[digest].last_turn = self._turn
+
+    def of(self, digest: str) -> Worth:
+        """Of one that is there."""
+        used = self._kept[digest]
+        return self._uses_now(used) * self._cost_per_size(digest), used.last_turn
+
+    def evict(self, digest: str) -> None:
+        """It makes room for others, and is remembered."""
+        self._gone[digest] = self._kept.pop(digest)
+        self._gone[digest].is_new = False
+        if len(self._gone) > MOST_REMEMBERED:
+            del self._gone[next(iter(self._gone))]
+
+    def forget(self, digest: str) -> None:
+        """It leaves for another reason."""
+        del self._kept[digest]
+
+    def last_turn(self, digest: str) -> int:
+        """Of its last use: larger is later."""
+        return self._kept[digest].last_turn
+
+    def _uses_now(self, used: _Used) -> float:
+        return float(used.uses * 0.5 ** (self._half_lives - used.at))
+
+
+class OrderedWorths(Worths):
+    """Knows the one that is worth least without a look at all of them, where what it costs to bring an adapter again
+    stays what it was when it came."""
+
+    def __init__(self, cost_per_size: Callable[[str], float]) -> None:
+        super().__init__(cost_per_size)
+        # As said at a use, the turn of that use, digest; entries whose turn is not the digest's last one are old.
+        self._heap: list[tuple[float, int, str]] = []
+
+    def look_at(self, digest: str) -> None:
+        super().look_at(digest)
+        heapq.heappush(self._heap, self._entry(digest))
+        if len(self._heap) > 2 * len(self._kept) + 64:  # mostly old ones
+            self._heap = [self._entry(one) for one in self._kept]
+            heapq.heapify(self._heap)
+
+    def least(self) -> str:
+        """Of those that are there, the one for which `of` is least. There is one."""
+        while not self._is_current(*self._heap[0][1:]):
+            heapq.heappop(self._heap)
+        return self._heap[0][2]
+
+    def _entry(self, digest: str) -> tuple[float, int, str]:
+        used = self._kept[digest]
+        return used.at + math.log2(used.uses * self._cost_per_size(digest)), used.last_turn, digest
+
+    def _is_current(self, turn: int, digest: str) -> bool:
+        used = self._kept.get(digest)
+        return used is not None and used.last_turn == turn

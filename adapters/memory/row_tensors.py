@@ -1,0 +1,140 @@
+"""The rows of adapters on the device: one stack for each projection, and the tables of ranks and scalings beside them.
+
+Whose rows are whose is `RowAllocation`'s to say, and how they get there `RowPool`'s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from adapters.layout import BaseLayout, Group, ProjectionSpec
+from adapters.memory.madvise import give_back_pages
+from adapters.memory.non_lora_pool import BaseFacts
+from adapters.memory.row_allocation import Placement, RowMove
+from adapters.memory.row_ranges import Range, Swap
+from adapters.memory.slab import HostAdapter
+from adapters.row_plan import RowPlan
+from kernels.lora.maps import LoraStack
+from kernels.row_scatter.ops import swap_rows
+from kernels.row_scatter.pieces import RowTensorSet
+
+# (name of a projection, number of rows, number of slices) -> memory behind its base weight for the rows of A, see
+# `RowPool`; None: they stand by themselves.
+RowsBehindOf = Callable[[str, int, int], torch.Tensor | None]
+
+
+class RowTensors:
+    """Changed in place, between launches of steps.
+
+    ranks, scalings  int32 and float32 [slices of all projections, places]
+    """
+
+    def __init__(
+        self,
+        layout: BaseLayout,
+        plan: RowPlan,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        rows_behind: RowsBehindOf | None,
+    ) -> None:
+        self._layout = layout
+        self._plan = plan
+        self._rows_behind = rows_behind
+        num_slices = sum(len(projection.slices) for projection in layout.projections)
+        # One column per place, one row per slice: a load writes one column of each.
+        self.ranks = torch.zeros(num_slices, plan.num_places, dtype=torch.int32, device=device)
+        self.scalings = torch.zeros(num_slices, plan.num_places, dtype=torch.float32, device=device)
+        self.stacks: dict[str, LoraStack] = {}  # by projection; the same objects for life
+        self._swapped: dict[Group, RowTensorSet] = {}  # that have been asked for
+        # Module and its two lines of the host's tables, in the order of the device's.
+        self._host_lines: list[tuple[str, list[int], list[float]]] = []
+        for projection in layout.projections:
+            stack = self.stacks[projection.name] = self._make_stack(projection, dtype, device)
+            modules = [piece.module for piece in projection.slices]
+            self._host_lines += zip(modules, stack.host_ranks, stack.host_scalings, strict=True)
+
+    def move(self, move: RowMove) -> None:
+        """Slide a range down in every tensor of its group."""
+        for projection in self._projections(move.group):
+            stack = self.stacks[projection.name]
+            for rows in (*stack.a, *stack.b):
+                # Source and target may overlap, which copy_ does not allow.
+                rows[move.to : move.to + move.before.length] = rows[move.before.start : move.before.end].clone()
+
+    def swap(self, group: Group, swap: Swap) -> None:
+        """Have rows of every tensor of a group change places."""
+        tensors = self._swapped.get(group)
+        if tensors is None:
+            stacks = [self.stacks[projection.name] for projection in self._projections(group)]
+            tensors = self._swapped[group] = RowTensorSet(tuple(t for one in stacks for t in (*one.a, *one.b)))
+        swap_rows(tensors, swap.low, swap.high, swap.length)
+
+    def note(self, placement: Placement, adapter: HostAdapter) -> None:
+        """Ranks and scalings of the place, on the host; the device's are part of the slab."""
+        place, slices = placement.place, adapter.slices
+        for module, ranks, scalings in self._host_lines:
+            if place == len(ranks):
+                ranks.append(0)
+                scalings.append(0.0)
+            held = slices.get(module)
+            if held is None:
+                ranks[place], scalings[place] = 0, 0.0
+            else:
+                ranks[place], scalings[place] = held.rank, held.scaling
+
+    def subtract_base(self, base: BaseFacts, placement: Placement, adapter: HostAdapter) -> None:
+        """Trained tokens are held as what they are; rows are what they change the base by."""
+        for projection in self._projections("embeddings"):
+            token_ids = adapter.tokens.get(projection.slices[0].module)
+            if token_ids is not None:
+                stack = self.stacks[projection.name]
+                rows = stack.b[0] if projection.kind == "embedding" else stack.a[0]
+                known = base.rows(projection.name, torch.tensor(token_ids, device=rows.device))
+                held = rows.narrow(0, placement.ranges["embeddings"].start, len(token_ids))
+                held.copy_(held.float() - known)
+
+    def give_back(self, group: Group, free: Sequence[Range]) -> None:
+        """On a CPU: let the system have the memory of these rows."""
+        for projection in self._projections(group):
+            stack = self.stacks[projection.name]
+            for rows in (*stack.a, *stack.b):
+                for gap in free:
+                    give_back_pages(rows[gap.start : gap.end])
+
+    def check_tables(self, places: Sequence[int]) -> None:
+        """Assert that those of the host and of the device say the same of these places."""
+        host_ranks = [ranks for stack in self.stacks.values() for ranks in stack.host_ranks]
+        host_scalings = [scalings for stack in self.stacks.values() for scalings in stack.host_scalings]
+        assert self.ranks[:, places].tolist() == [[ranks[place] for place in places] for ranks in host_ranks]
+        wanted = [[scalings[place] for place in places] for scalings in host_scalings]
+        assert torch.equal(self.scalings[:, places].cpu(), torch.tensor(wanted).reshape(len(wanted), -1))
+
+    def _make_stack(self, projection: ProjectionSpec, dtype: torch.dtype, device: torch.device | str) -> LoraStack:
+        num_rows = self._plan.rows[projection.group]
+        first = sum(len(stack.a) for stack in self.stacks.values())
+        num_slices = len(projection.slices)
+        widths = [piece.out_features for piece in projection.slices]
+        behind = self._rows_behind(projection.name, num_rows, num_slices) if self._rows_behind else None
+        assert behind is None or behind.dtype == dtype, "rows behind a weight are of its dtype"
+        # Not cleared: memory that no adapter has used yet then costs nothing on a CPU.
+        return LoraStack(
+            a=tuple(
+                torch.empty(num_rows, projection.in_features, dtype=dtype, device=device)
+                if behind is None
+                else behind[s::num_slices]
+                for s in range(num_slices)
+            ),
+            b=tuple(torch.empty(num_rows, width, dtype=dtype, device=device) for width in widths),
+            ranks=self.ranks[first : first + num_slices],
+            scalings=self.scalings[first : first + num_slices],
+            group=self._plan.groups.index(projection.group),
+            slice_starts=tuple(sum(widths[:index]) for index in range(num_slices)),
+            host_ranks=[[] for _ in widths],
+            host_scalings=[[] for _ in widths],
+        )
+
+    def _projections(self, group: Group) -> list[ProjectionSpec]:
+        return [projection for projection in self._layout.projections if projection.group == group]

@@ -1,0 +1,262 @@
+"""An adapter in host memory: one slab of bytes in the order of the device, and views of it.
+
+    slab    for each module in the layout's order: a [rank, in_features], then b [rank, out_features], each at a
+            multiple of ALIGNMENT_BYTES; then the two table columns, int32 and float32 [slices of the layout]; then what
+            is no row, likewise aligned
+
+So a load of rows is one copy of the slab up to there, or a few of consecutive parts, whatever the number of modules.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from adapters.layout import BaseLayout, Group
+from adapters.memory.row_ranges import RangeAllocator
+
+ALIGNMENT_BYTES = 256
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostSlice:
+    """LoRA weights of one slice: a [rank, in_features], b [rank, out_features] (lora_B transposed), contiguous views of
+    the slab; a_start, b_start in bytes of it."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    rank: int
+    scaling: float
+    a_start: int
+    b_start: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Extras:
+    """What few adapters have, beside rows.
+
+    shapes     of what is no row, by module path and part (see `adapters.peft.binding.BoundExtra`), with the dtype:
+               float32 vectors, and the embedding and the head in the rows'
+    tokens     of the slices that are trained tokens, by module path: the ids, one for each rank. Their values stand
+               where what they change the base by belongs; the base's are subtracted on the device
+    side_rows  1 for each side group in which the tensors take a line, or a table
+    """
+
+    shapes: dict[tuple[str, str], tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
+    tokens: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    side_rows: dict[Group, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class HostAdapter:
+    """slices by module path, in the order of the slab; rows: the largest rank per projection group, and 1 of each side
+    group; num_bytes of host memory; ranks int32 and scalings float32 [slices of the layout], views of the slab's bytes
+    [tables_start, tables_end); shape_key: equal for adapters whose slabs are laid out alike up to there; extras: views
+    of the slab, by module path and part; tokens: see `Extras`. The slab's memory is given back when the last reference
+    to this goes: hold this, not its tensors."""
+
+    digest: str
+    slices: dict[str, HostSlice]
+    rows: dict[str, int]
+    slab: torch.Tensor
+    ranks: torch.Tensor
+    scalings: torch.Tensor
+    tables_start: int
+    tables_end: int
+    shape_key: tuple[tuple[str, int], ...]
+    extras: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
+    tokens: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.slab.nbytes
+
+
+class SlabMemory(Protocol):
+    """Where slabs come from."""
+
+    def take(self, num_bytes: int) -> torch.Tensor | None:
+        """uint8 [num_bytes] of any contents; None if there is none left."""
+
+    def give_back(self, slab: torch.Tensor) -> None:
+        """Nobody uses it any more. Any thread."""
+
+
+class PageableMemory:
+    """The heap's, for engines whose device is the host."""
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def give_back(self, slab: torch.Tensor) -> None:
+        """It goes with its last reference."""
+
+
+class Arena:
+    """One block of memory, pinned once at the start: to pin memory takes milliseconds, and may wait for the device.
+
+    take is called by one thread at a time; give_back by any, also while the collector runs.
+    """
+
+    def __init__(self, num_bytes: int, *, is_pinned: bool = True) -> None:
+        num_pages = num_bytes // ALIGNMENT_BYTES
+        self._memory = torch.empty(num_pages * ALIGNMENT_BYTES, dtype=torch.uint8, pin_memory=is_pinned)
+        self._pages = RangeAllocator(num_pages)
+        self._returned: deque[int] = deque()  # addresses
+
+    def take(self, num_bytes: int) -> torch.Tensor | None:
+        while self._returned:
+            self._pages.release(str(self._returned.popleft()))
+        owner = f"taking-{num_bytes}"
+        taken = self._pages.take(owner, max(-(-num_bytes // ALIGNMENT_BYTES), 1))
+        if taken is None:
+            return None
+        start = taken.start * ALIGNMENT_BYTES
+        slab = self._memory[start : start + num_bytes]
+        self._pages.rename(owner, str(slab.data_ptr()))
+        return slab
+
+    def give_back(self, slab: torch.Tensor) -> None:
+        self._returned.append(slab.data_ptr())
+
+    @property
+    def num_free_bytes(self) -> int:
+        """As far as is known to the thread that takes."""
+        return self._pages.num_free * ALIGNMENT_BYTES
+
+    def check_integrity(self) -> None:
+        self._pages.check_integrity()
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleShape:
+    """Of a module that an adapter targets."""
+
+    module: str
+    rank: int
+    in_features: int
+    out_features: int
+    scaling: float
+
+
+def slab_bytes(
+    layout: BaseLayout, modules: Iterable[ModuleShape], dtype: torch.dtype, extras: Extras | None = None
+) -> int:
+    """Of an adapter's slab."""
+    return _extra_places(_places(layout, modules, dtype)[-1] + 8 * _num_slices(layout), extras or Extras())[-1]
+
+
+def make_adapter(
+    layout: BaseLayout,
+    digest: str,
+    modules: Iterable[ModuleShape],
+    dtype: torch.dtype,
+    slab: torch.Tensor,
+    memory: SlabMemory,
+    extras: Extras | None = None,
+) -> HostAdapter:
+    """An adapter whose weights, and extras, are still to be written; its tables are. `slab` is uint8 [slab_bytes] of
+    `memory`."""
+    in_order = _in_order(layout, modules)
+    places = _places(layout, in_order, dtype)
+    slices: dict[str, HostSlice] = {}
+    extras = extras or Extras()
+    rows: dict[str, int] = {}
+    group_of = {piece.module: p.group for p in layout.projections for piece in p.slices}
+    for at, one in enumerate(in_order):
+        a_start, b_start = places[2 * at : 2 * at + 2]
+        slices[one.module] = HostSlice(
+            a=_view(slab, a_start, one.rank, one.in_features, dtype),
+            b=_view(slab, b_start, one.rank, one.out_features, dtype),
+            rank=one.rank,
+            scaling=one.scaling,
+            a_start=a_start,
+            b_start=b_start,
+        )
+        group = group_of[one.module]
+        rows[group] = max(rows.get(group, 0), one.rank)
+    tables_end = places[-1] + 8 * _num_slices(layout)
+    tables = slab[places[-1] : tables_end]
+    ranks, scalings = tables[: len(tables) // 2].view(torch.int32), tables[len(tables) // 2 :].view(torch.float32)
+    names = [piece.module for projection in layout.projections for piece in projection.slices]
+    found = [slices.get(name) for name in names]
+    ranks.copy_(torch.tensor([0 if one is None else one.rank for one in found], dtype=torch.int32))
+    scalings.copy_(torch.tensor([0.0 if one is None else one.scaling for one in found]))
+    extra_places = _extra_places(tables_end, extras)
+    own = {
+        key: slab[start : start + shape.numel() * kind.itemsize].view(kind).view(shape)
+        for (key, (shape, kind)), start in zip(extras.shapes.items(), extra_places, strict=False)
+    }
+    adapter = HostAdapter(
+        digest,
+        slices,
+        rows | extras.side_rows,
+        slab,
+        ranks,
+        scalings,
+        places[-1],
+        tables_end,
+        tuple((module, one.rank) for module, one in slices.items()),
+        own,
+        extras.tokens,
+    )
+    weakref.finalize(adapter, memory.give_back, slab).atexit = False
+    return adapter
+
+
+def pack(
+    layout: BaseLayout, digest: str, weights: Mapping[str, tuple[torch.Tensor, torch.Tensor, float]], dtype: torch.dtype
+) -> HostAdapter:
+    """An adapter of weights that are in memory: a [rank, in_features], b [rank, out_features] and the scaling, by
+    module path."""
+    shapes = [
+        ModuleShape(name, a.shape[0], a.shape[1], b.shape[1], scaling) for name, (a, b, scaling) in weights.items()
+    ]
+    memory = PageableMemory()
+    adapter = make_adapter(layout, digest, shapes, dtype, memory.take(slab_bytes(layout, shapes, dtype)), memory)
+    for name, held in adapter.slices.items():
+        held.a.copy_(weights[name][0])
+        held.b.copy_(weights[name][1])
+    return adapter
+
+
+def _in_order(layout: BaseLayout, modules: Iterable[ModuleShape]) -> list[ModuleShape]:
+    by_name = {one.module: one for one in modules}
+    names = (piece.module for projection in layout.projections for piece in projection.slices)
+    return [by_name[name] for name in names if name in by_name]
+
+
+def _places(layout: BaseLayout, modules: Iterable[ModuleShape], dtype: torch.dtype) -> list[int]:
+    """Where a and b of each module begin, in bytes, and last the tables."""
+    places, end = [], 0
+    for one in _in_order(layout, modules):
+        for width in (one.in_features, one.out_features):
+            places.append(end)
+            end = _aligned(end + one.rank * width * dtype.itemsize)
+    return [*places, end]
+
+
+def _extra_places(tables_end: int, extras: Extras) -> list[int]:
+    """Where each of the extras begins, in bytes, and last where the slab ends."""
+    places, end = [], tables_end
+    for shape, dtype in extras.shapes.values():
+        places.append(_aligned(end))
+        end = places[-1] + shape.numel() * dtype.itemsize
+    return [*places, end]
+
+
+def _num_slices(layout: BaseLayout) -> int:
+    return sum(len(projection.slices) for projection in layout.projections)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _view(slab: torch.Tensor, start: int, rank: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+    return slab[start : start + rank * width * dtype.itemsize].view(dtype).view(rank, width)

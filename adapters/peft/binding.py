@@ -1,0 +1,237 @@
+"""Which projection slice each tensor of an upload belongs to. Every tensor finds one, or the upload is refused with
+the list of those that did not and why."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+
+from adapters.errors import BindingError
+from adapters.files.safetensors_header import Tensor
+from adapters.layout import BaseLayout
+from adapters.peft.bound_tensors import BIAS, WEIGHT, Binding, BoundSlice, first_of, rows_of
+from adapters.peft.config import AdapterConfig
+from adapters.peft.module_names import KnownModules, OutputRows, model_prefix, tail_of
+from adapters.peft.saved_parts import check_saved, check_tokens, tie_whole_head
+from adapters.peft.slice_mapping import Problems, SlicePiece, bind_slice, clashes, misfits, pieces_of
+from adapters.peft.target_patterns import endings, pattern_values, targeted
+from adapters.peft.tensor_names import FoundModule, OtherTensors, sort_in
+
+_WITHOUT_TENSORS = "target_modules names it, but the file has no tensors for it"
+
+
+def bind(layout: BaseLayout, config: AdapterConfig, tensors: Mapping[str, Tensor]) -> Binding:
+    """Raises BindingError listing every tensor that does not bind and every target without tensors, Malformed for a
+    pattern that cannot be evaluated."""
+    known = KnownModules(layout)
+    problems: Problems = []
+    found: dict[str, FoundModule] = {}
+    others = OtherTensors(config)
+    for tensor in tensors.values():
+        reason = sort_in(tensor, known, found, others)
+        if reason is not None:
+            problems.append((tensor.name, reason))
+    if others.left and not (problems or found or others.extras or others.tokens):
+        raise BindingError(
+            f"The adapter changes {', '.join(sorted(others.left))} alone, which is not served: this server answers "
+            "texts, and no answer to a text would change. Train modules of the text model too.",
+            (),
+        )
+    tie_whole_head(known, others)
+    problems += _check_targets(known, config, found)
+    if not problems:
+        problems += _check_unserved_targets(known, config, found, layout)
+    slices, faults = _bind_modules(known, config, found, others)
+    problems += faults
+    adapted = {rows.module for entry in found.values() for rows in entry.rows}
+    problems += [
+        (extra.tensor.name, f"{extra.module} has LoRA weights too; an adapter trains it whole or with LoRA")
+        for extra in others.extras
+        if extra.part == WEIGHT and extra.module in adapted
+    ]
+    problems += check_tokens(known, others, adapted)
+    if not problems:
+        problems += check_saved(known, others)
+    problems += _check_invocation(config, slices, layout)
+    _refuse(problems, slices, others)
+    extras = tuple(sorted(others.extras, key=lambda extra: (extra.module, extra.part)))
+    return Binding(
+        tuple(slices),
+        tuple(others.copies),
+        rows_of(slices, extras, others.tokens),
+        _notes(config, known, found, others),
+        extras,
+        config.invocation,
+        tuple(others.tokens),
+        tuple(others.repeats),
+    )
+
+
+def _bind_modules(
+    known: KnownModules, config: AdapterConfig, found: Mapping[str, FoundModule], others: OtherTensors
+) -> tuple[list[BoundSlice], Problems]:
+    """The slices of adapted modules, and what is wrong with others of them; their magnitudes and biases go to
+    `others`."""
+    slices: list[BoundSlice] = []
+    problems: Problems = []
+    paths = [entry.path for entry in found.values()]
+    ranks = pattern_values(list(config.rank_pattern), paths, "rank_pattern")
+    alphas = pattern_values(list(config.alpha_pattern), paths, "alpha_pattern")
+    own_ranks = {
+        name: config.rank_pattern[ranks[entry.path]] if entry.path in ranks else config.rank
+        for name, entry in found.items()
+    }
+    of_embedding = [own_ranks[name] for name, entry in found.items() if entry.rows[0].module in known.embeddings]
+    pieces: list[SlicePiece] = []
+    for name, entry in found.items():
+        rank = own_ranks[name]
+        alpha = config.alpha_pattern[alphas[entry.path]] if entry.path in alphas else config.alpha
+        scaling = alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
+        if config.ties_head and known.ties_head and entry.rows[0].module in known.heads:
+            # Its weights are the embedding's, hence their rank, but it is scaled as its own settings say.
+            rank = next(iter(of_embedding), rank)
+        faults = misfits(entry, known, config, rank)
+        problems += faults
+        pieces += () if faults else pieces_of(entry, rank, scaling)
+    in_order = sorted(pieces, key=lambda one: known.place(one.rows))
+    for module, of_module in groupby(in_order, key=lambda one: one.rows.module):
+        some = list(of_module)
+        faults = clashes(some, known.slices[module][1])
+        problems += faults
+        if not faults:
+            bound, extras = bind_slice(*known.slices[module], some)
+            slices.append(bound)
+            others.extras += extras
+    return slices, problems
+
+
+def _check_targets(known: KnownModules, config: AdapterConfig, found: Mapping[str, FoundModule]) -> Problems:
+    """Targets and tensors must name the same modules: more targets mean an incomplete file, more tensors mean tensors
+    that PEFT would leave out."""
+    prefixes = _prefixes(found)
+
+    def path_of(module: str) -> str:
+        """As the trainer would call it."""
+        entry, prefix = found.get(tail_of(module)), model_prefix(module)
+        return entry.path if entry is not None else prefixes.get(prefix, prefix) + tail_of(module)
+
+    paths = {module: path_of(module) for module in known.slices}
+    adapted = {rows.module for entry in found.values() for rows in entry.rows}
+    absent = {path_of(name): modules for name, modules in _absent(known, found).items()}
+    linear = [
+        name
+        for module, path in paths.items()
+        if known.slices[module][0].kind == "linear" and known.slices[module][0].group != "embeddings"
+        for name in (path, module)
+    ]
+    renamed = [*absent, *(entry.path for tail, entry in found.items() if tail in known.renamed)]
+    matched = targeted(config, sorted({*paths.values(), *adapted, *renamed}), [*linear, *renamed])
+    if config.ties_head and known.ties_head and any(paths[name] in matched for name in known.embeddings):
+        matched |= {paths[head] for head in known.heads}
+    missing = [module for module, path in paths.items() if path in matched and module not in adapted]
+    problems = [(module, _WITHOUT_TENSORS) for module in missing]
+    problems += [
+        (entry.name, "the file has tensors for it, but target_modules does not name it")
+        for entry in found.values()
+        if entry.path not in matched and not all(rows.module in matched for rows in entry.rows)
+    ]
+    # A file with parts of a module of which the configuration knows the whole alone must have all of them.
+    as_wholes = {rows.module for entry in found.values() if entry.path not in matched for rows in entry.rows}
+    problems += [
+        (path, _WITHOUT_TENSORS)
+        for path, modules in absent.items()
+        if modules.isdisjoint(missing) and (path in matched or modules <= as_wholes & matched)
+    ]
+    return problems
+
+
+def _prefixes(found: Mapping[str, FoundModule]) -> dict[str, str]:
+    """What the base has before its modules' paths, and the trainer in the place of that."""
+    return {model_prefix(rows.module): model_prefix(entry.path) for entry in found.values() for rows in entry.rows}
+
+
+def _absent(known: KnownModules, found: Mapping[str, FoundModule]) -> dict[str, set[str]]:
+    """Modules of `_renamed` of whose rows the file has none; and what they belong to."""
+    adapted: dict[str, list[OutputRows]] = {}
+    for entry in found.values():
+        for rows in entry.rows:
+            adapted.setdefault(rows.module, []).append(rows)
+    return {
+        model_prefix(rows[0].module) + tail: {one.module for one in rows}
+        for tail, rows in _renamed(known, found).items()
+        if not any(one.meets(other) for one in rows for other in adapted.get(one.module, ()))
+    }
+
+
+def _renamed(known: KnownModules, found: Mapping[str, FoundModule]) -> Mapping[str, tuple[OutputRows, ...]]:
+    """`KnownModules.renamed` of a trainer that has such modules; of others nothing, whose models have none of that
+    name, so that a target called so adapts nothing."""
+    return known.renamed if any(tail in known.renamed for tail in found) else {}
+
+
+def _check_unserved_targets(
+    known: KnownModules, config: AdapterConfig, found: Mapping[str, FoundModule], layout: BaseLayout
+) -> Problems:
+    """Targets, or modules that were trained whole, that stand for what no adapter changes, and have no tensors: PEFT
+    adapts such a module or refuses it, so the file lacks what was asked for."""
+    is_expression = isinstance(config.target_modules, str)
+    prefix = model_prefix(layout.layer_prefix)
+    prefix = _prefixes(found).get(prefix, prefix)
+    paths = [prefix + tail for tail in known.unserved]
+    matched = targeted(config, [prefix + tail for tail in known.unserved_modules] if is_expression else paths, ())
+    problems: dict[str, str] = {}  # one for each name or expression, of the first module that it stands for
+    for path in paths:
+        named = [("modules_to_save", name) for name in endings(path) if name in config.modules_to_save][:1]
+        if path in matched and is_expression:
+            named.append(("target_modules", str(config.target_modules)[:200]))
+        elif path in matched:
+            named += [("target_modules", name) for name in endings(path) if name in config.target_modules][:1]
+        for field, name in named:
+            problems.setdefault(f"{field} {name!r}", known.why_unknown(path))
+    return list(problems.items())
+
+
+def _check_invocation(config: AdapterConfig, slices: Sequence[BoundSlice], layout: BaseLayout) -> Problems:
+    """PEFT activates linear projections alone, so an embedding would be adapted everywhere."""
+    if not config.invocation:
+        return []
+    embeddings = [bound.slice.module for bound in slices if bound.projection.kind == "embedding"]
+    problems = [(module, "an adapter with alora_invocation_tokens cannot adapt it") for module in embeddings]
+    vocab_size = max((p.in_features for p in layout.projections if p.kind == "embedding"), default=0)
+    if max(config.invocation) >= vocab_size:
+        problems.append(("alora_invocation_tokens", f"token {max(config.invocation)} is not of this base's vocabulary"))
+    return problems
+
+
+def _notes(
+    config: AdapterConfig, known: KnownModules, found: Mapping[str, FoundModule], others: OtherTensors
+) -> tuple[str, ...]:
+    notes = first_of([f"{copy.tensor.name} repeats the base's own weight and is not stored." for copy in others.copies])
+    notes += first_of([f"{one.tensor.name} repeats {one.of.name} and is not stored." for one in others.repeats])
+    notes += [
+        f"{len(left)} tensors of {part} are left ({left[0][:200]}, ...): not served, and without effect on a text."
+        for part, left in others.left.items()
+    ]
+    names = config.target_modules if isinstance(config.target_modules, tuple) else ()
+    known_endings = {ending for tail in (*known.by_tail, *_renamed(known, found)) for ending in endings(tail)}
+    unused = [name for name in names if tail_of(name) not in known_endings]
+    if config.has_biases and not any(extra.part == BIAS for extra in others.extras):
+        notes.append("The file has no biases, though `bias` says that they were trained: those of the base stay.")
+    if config.invocation:
+        shown = str(list(config.invocation))[:200]
+        notes.append(
+            f"It begins at the last place of the tokens {shown} in a prompt; where they are not, the base answers."
+        )
+    if unused:
+        notes.append(f"target_modules names nothing in this base model with: {', '.join(unused)[:500]}.")
+    return tuple(notes)
+
+
+def _refuse(problems: Problems, slices: list[BoundSlice], others: OtherTensors) -> None:
+    if problems:
+        raise BindingError.listing(problems)
+    if not slices:
+        raise BindingError("The adapter has no LoRA tensors for any projection of this base model.", ())
+    if not (others.extras or others.tokens) and all(bound.scaling == 0 for bound in slices):
+        raise BindingError("The adapter would change nothing: lora_alpha is 0 for all of its modules.", ())

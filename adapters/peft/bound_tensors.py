@@ -1,0 +1,113 @@
+"""What the tensors of an adapter are bound to: `adapters.peft.binding` makes it, the store keeps it, the device gets
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from adapters.errors import MOST_TOLD
+from adapters.files.safetensors_header import Tensor
+from adapters.layout import Group, ProjectionSpec, Slice
+
+
+@dataclass(frozen=True, slots=True)
+class BoundSlice:
+    """LoRA weights of one slice: a [rank, in_features] and b [out_features, rank] as the file holds them."""
+
+    projection: ProjectionSpec
+    slice: Slice
+    rank: int
+    scaling: float
+    a: Tensor
+    b: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class BaseCopy:
+    """A tensor of the base model itself that the file repeats; it must equal the base's, or it would be a change.
+
+    name  that the base has for it
+    """
+
+    tensor: Tensor
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """A tensor that the file has twice, under two of a module's names; both must be equal, or it is not known which of
+    them counts."""
+
+    tensor: Tensor
+    of: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class BoundTokens:
+    """Rows of the embedding [vocabulary, hidden], or of the head, that an adapter has in the place of the base's:
+    tensor [num_ids, hidden]. On the device each is a row of rank that only its token meets."""
+
+    module: str
+    token_ids: tuple[int, ...]
+    tensor: Tensor
+
+
+# Parts of an adapter that are no rows, by what stands behind the module in PEFT's names.
+MAGNITUDE, LORA_BIAS, BIAS, WEIGHT = "lora_magnitude_vector", "lora_B.bias", "bias", "weight"
+TOKENS = "token_adapter.trainable_tokens_delta"
+
+
+@dataclass(frozen=True, slots=True)
+class BoundExtra:
+    """What an adapter has for a module beside rows: a magnitude or a bias of a projection [out_features], the weight of
+    a norm [width], of the embedding or of the head [vocabulary, width]."""
+
+    module: str
+    part: str
+    tensor: Tensor
+    group: Group
+
+    @property
+    def replaces(self) -> str | None:
+        """The base's tensor that it stands for; None for what the base has not."""
+        return f"{self.module}.{self.part}" if self.part in (BIAS, WEIGHT) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """slices in the layout's order; rows: the largest rank per projection group, and 1 per side group of the extras."""
+
+    slices: tuple[BoundSlice, ...]
+    base_copies: tuple[BaseCopy, ...]
+    rows: dict[str, int]
+    notes: tuple[str, ...] = ()
+    extras: tuple[BoundExtra, ...] = ()
+    invocation: tuple[int, ...] = ()
+    tokens: tuple[BoundTokens, ...] = ()
+    repeats: tuple[Repeat, ...] = ()
+
+    def without(self, unchanged: Collection[BoundExtra]) -> Binding:
+        """Leave out extras that equal the base's own tensors."""
+        extras = tuple(extra for extra in self.extras if extra not in unchanged)
+        notes = first_of([f"{one.tensor.name} repeats the base's own tensor and is not stored." for one in unchanged])
+        return replace(self, extras=extras, rows=rows_of(self.slices, extras, self.tokens), notes=(*self.notes, *notes))
+
+
+def first_of(notes: list[str]) -> list[str]:
+    """Of notes of one kind, and how many more there are."""
+    more = len(notes) - MOST_TOLD
+    return notes if more <= 0 else [*notes[:MOST_TOLD], f"The same is true of {more} more."]
+
+
+def rows_of(
+    slices: Sequence[BoundSlice], extras: Sequence[BoundExtra], tokens: Sequence[BoundTokens]
+) -> dict[str, int]:
+    rows: dict[str, int] = {}
+    for bound in slices:
+        group = bound.projection.group
+        rows[group] = max(rows.get(group, 0), bound.rank)
+    for one in tokens:
+        rows["embeddings"] = max(rows.get("embeddings", 0), len(one.token_ids))
+    return rows | {extra.group: 1 for extra in extras}

@@ -1,0 +1,157 @@
+"""The form in which tensors are stored: PEFT's own names for the base's modules, sorted, nothing else in the file. What
+PEFT has saved has it already, and is not written a second time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from adapters.errors import Malformed
+from adapters.files.durable_files import synced_beside
+from adapters.files.paths import DEFAULT_TEMPLATE, EMBEDDING_SIDES, LINEAR_SIDES, stored_name
+from adapters.files.safetensors_header import ELEMENT_BYTES, Tensor, header_bytes, read_chunks
+from adapters.peft.block_tensors import chunks, origin
+from adapters.peft.bound_tensors import LORA_BIAS, MAGNITUDE, TOKENS, Binding, BoundExtra, BoundSlice
+from adapters.text.tokenizer_files import AdapterText
+
+IDLE = "The adapter changes nothing: lora_A or lora_B is zero in all of its modules."
+MAYBE_IDLE = "lora_A or lora_B is zero, or next to it, in all modules, so that the adapter may change nothing"
+LARGE = "Weights are so large that answers may not be finite"
+# No training comes near: products of a few such overflow float32.
+LARGE_DELTA = 1e6
+# Likewise; beside a weight of a ten-thousandth float32 rounds it away.
+SMALL_DELTA = 1e-12
+# Exponent bits all ones: NaN or infinity.
+_EXPONENT = {"F32": ("<u4", 0x7F800000), "F16": ("<u2", 0x7C00), "BF16": ("<u2", 0x7F80)}
+
+
+class CanonicalForm:
+    """Of the tensors that `binding` says.
+
+    num_bytes  of the file
+    """
+
+    def __init__(self, binding: Binding) -> None:
+        self._binding = binding
+        self._entries = _entries(binding)
+        self._header = header_bytes((name, tensor.dtype, tensor.shape) for name, tensor in self._entries)
+        self.num_bytes = len(self._header) + sum(tensor.num_bytes for _, tensor in self._entries)
+
+    def is_that_of(self, source: Path) -> bool:
+        """Whether the file that the tensors were found in is what `write` would make of it. They fill it."""
+        with source.open("rb") as file:
+            return file.read(len(self._header)) == self._header
+
+    def write(self, source: Path, target: Path) -> None:
+        """Write `target` of the file that the tensors were found in."""
+        with target.open("wb") as file:
+            file.write(self._header)
+            for _, tensor in self._entries:
+                for chunk in chunks(source, tensor):
+                    file.write(chunk)
+
+    def digest(self, path: Path, text: AdapterText) -> tuple[str, tuple[str, ...]]:
+        """Of a file in this form, which is synced to disk meanwhile: the adapter's digest, and warnings.
+
+        The digest covers each module's rank, scaling, dtypes and data, the chat templates with their special tokens,
+        and the end tokens: whatever changes a prompt or an answer. Key order, metadata, tensor order and training-only
+        settings do not. Raises Malformed for NaN and infinity.
+        """
+        digest = hashlib.sha256(_described(self._binding, text))
+        largest: dict[str, float] = {}  # magnitude, by tensor
+        with synced_beside(path):
+            end = len(self._header)
+            for _, tensor in self._entries:
+                start, end = end, end + tensor.num_bytes
+                read_bytes = 0
+                for chunk in read_chunks(path, replace(tensor, start=start, end=end)):
+                    found = _refuse_non_finite(tensor, chunk, read_bytes)
+                    largest[tensor.name] = max(found, largest.get(tensor.name, 0.0))
+                    digest.update(chunk)
+                    read_bytes += len(chunk)
+        return digest.hexdigest(), tuple(_warnings(self._binding, largest))
+
+
+def _warnings(binding: Binding, largest: Mapping[str, float]) -> Iterator[str]:
+    """What a probe would refuse, as far as the weights tell."""
+    deltas = {bound.slice.module: _largest_delta(bound, largest) for bound in binding.slices}
+    others = [extra for extra in binding.extras if extra.part != LORA_BIAS or largest[extra.tensor.name]]
+    if not (any(deltas.values()) or others or binding.tokens):
+        yield IDLE
+    elif max(deltas.values(), default=0.0) < SMALL_DELTA and all(map(_may_be_the_base_s, others)):
+        yield f"{MAYBE_IDLE}; upload it with ?probe=true to find out."
+    large = next((module for module, delta in deltas.items() if delta > LARGE_DELTA), None)
+    if large is not None:
+        yield f"{LARGE}, as those of {large}; upload it with ?probe=true to find out."
+
+
+def _largest_delta(bound: BoundSlice, largest: Mapping[str, float]) -> float:
+    """No element of the delta is larger."""
+    return bound.rank * abs(bound.scaling) * largest[bound.a.name] * largest[bound.b.name]
+
+
+def _may_be_the_base_s(extra: BoundExtra) -> bool:
+    """Whether it may be what the base computes with anyway: magnitudes are its norms until they are trained. Weights
+    and biases that repeat the base's are not here any more."""
+    return extra.part == MAGNITUDE
+
+
+def _sides(bound: BoundSlice) -> Iterator[tuple[str, Tensor]]:
+    names = EMBEDDING_SIDES if bound.projection.kind == "embedding" else LINEAR_SIDES
+    for side, tensor in zip(names, (bound.a, bound.b), strict=True):
+        yield stored_name(bound.slice.module, side), tensor
+
+
+def _entries(binding: Binding) -> list[tuple[str, Tensor]]:
+    """Wide elements first, so that every tensor is aligned in the file; then by name."""
+    entries = [entry for bound in binding.slices for entry in _sides(bound)]
+    entries += [(stored_name(extra.module, extra.part), extra.tensor) for extra in binding.extras]
+    entries += [(stored_name(tokens.module, TOKENS), tokens.tensor) for tokens in binding.tokens]
+    return sorted(entries, key=lambda entry: (-ELEMENT_BYTES[entry[1].dtype], entry[0]))
+
+
+def _described(binding: Binding, text: AdapterText) -> bytes:
+    """What the digest covers besides the data; shapes too, which also tell adapters of different bases apart."""
+    modules = sorted(
+        [bound.slice.module, bound.scaling.hex(), bound.a.dtype, bound.a.shape, bound.b.dtype, bound.b.shape]
+        for bound in binding.slices
+    )
+    templates = {name: hashlib.sha256(source.encode()).hexdigest() for name, source in text.templates.items()}
+    template = templates.pop(DEFAULT_TEMPLATE, None)
+    extras = sorted([extra.module, extra.part, extra.tensor.dtype, extra.tensor.shape] for extra in binding.extras)
+    described: list[object] = ["multilora adapter 1", modules, template, *([extras] if extras else [])]
+    if binding.tokens:
+        described.append({"tokens": sorted([one.module, one.token_ids, one.tensor.dtype] for one in binding.tokens)})
+    if binding.invocation:
+        described.append({"invocation": binding.invocation})
+    # Absent where there is none: digests of other adapters stay as they were.
+    of_text = {
+        "templates": sorted(templates.items()),
+        "special_tokens": sorted(text.special_tokens.items()),
+        "eos_token_ids": sorted(text.eos_token_ids),
+    }
+    described += [{name: value} for name, value in of_text.items() if value]
+    return json.dumps(described, separators=(",", ":")).encode() + b"\n"
+
+
+def _refuse_non_finite(tensor: Tensor, chunk: bytes, first_byte: int) -> float:
+    """The largest magnitude among the values; `chunk` begins at a byte of the tensor."""
+    import numpy as np
+
+    unsigned, exponent = _EXPONENT[tensor.dtype]
+    bits = np.frombuffer(chunk, unsigned)
+    without_sign = (1 << (8 * bits.itemsize - 1)) - 1
+    # As integers with a sign the largest are the positive values of most magnitude, without one the negative ones: no
+    # copy of the chunk is made.
+    positive, negative = bits.view(unsigned.replace("u", "i")).max(initial=0), bits.max(initial=0)
+    largest = max(int(positive), int(negative) & without_sign)
+    if largest >= exponent:
+        place = first_byte // bits.itemsize + int(np.argmax((bits & exponent) == exponent))
+        name = origin(tensor, place).name[:200]
+        raise Malformed(f"Tensor {name!r} holds NaN or infinity; the training has diverged.")
+    if tensor.dtype == "F16":
+        return float(np.uint16(largest).view("<f2"))
+    return float((np.uint32(largest) << (32 - 8 * bits.itemsize)).view("<f4"))

@@ -1,0 +1,160 @@
+"""Which modules a configuration's names and regular expressions match, exactly as PEFT decides it.
+
+Regular expressions come from strangers, and Python's can take exponential time. Plain names are matched here; anything
+with operators is matched in a child process (`adapters.peft.pattern_child`) whose processor time and memory are limited
+by the kernel, and which reaches no files and no network.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+from adapters.errors import Malformed
+from adapters.peft.config import AdapterConfig
+
+# Of processor time, to compile and match: one expression; all keys of rank_pattern or alpha_pattern. What people train
+# with takes a millisecond on hundreds of modules.
+EXPRESSION_SECONDS = 0.05
+KEYS_SECONDS = 1.0
+# On a machine so loaded that the child does not get its time.
+_GIVE_UP_SECONDS = 60.0
+ALL_LINEAR = "all-linear"
+# All that Python needs to start; the rest of it is this server's, keys among it.
+_ENVIRONMENT = ("LD_LIBRARY_PATH", "PATH")
+_ROOT = str(Path(__file__).resolve().parents[2])
+_PLAIN = re.compile(r"[A-Za-z0-9_.]+")
+_COMMAND = (sys.executable, "-s", "-S", "-P", "-m", "adapters.peft.pattern_child")
+
+
+def targeted(config: AdapterConfig, paths: Sequence[str], linear_paths: Iterable[str]) -> set[str]:
+    """Those of `paths` (module paths as the trainer saw them) that the configuration adapts.
+
+    linear_paths: what "all-linear" stands for. Raises Malformed for a broken or too slow regular expression.
+    """
+    paths = [path for path in paths if not _is_saved(config, path)]
+    if isinstance(config.target_modules, str):
+        if config.target_modules.lower() == ALL_LINEAR:
+            found = set(paths) & set(linear_paths)
+        else:
+            found = _full_matches(config.target_modules, paths, "target_modules")
+    else:
+        names, layers = frozenset(config.target_modules), frozenset(config.layers_to_transform or ())
+        found = {path for path in paths if _in_targets(config, names, layers, path)}
+    if isinstance(config.exclude_modules, str):
+        return found - (
+            _full_matches(config.exclude_modules, sorted(found), "exclude_modules") if config.exclude_modules else set()
+        )
+    excluded = frozenset(config.exclude_modules)
+    return {path for path in found if not _ends_with_any(path, excluded)}
+
+
+def pattern_values(keys: Sequence[str], paths: Sequence[str], what: str) -> dict[str, str]:
+    """path -> the first of `keys` that matches it; paths that none matches are left out.
+
+    As PEFT reads rank_pattern and alpha_pattern: a key is a regular expression for the path's end, beginning
+    after a dot or at the start.
+    """
+    regular = [key for key in keys if not _PLAIN.fullmatch(key)]
+    matches = _match_in_child("match", {key: rf"(.*\.)?({key})$" for key in regular}, paths, what, KEYS_SECONDS)
+    found: dict[str, str] = {}
+    for key in keys:
+        hits = matches[key] if key in matches else [path for path in paths if _plain_key_matches(key, path)]
+        for path in hits:
+            found.setdefault(path, key)
+    return found
+
+
+def endings(path: str) -> list[str]:
+    """The path and what follows each of its dots: "a.b.c", "b.c", "c"."""
+    parts = path.split(".")
+    return [".".join(parts[index:]) for index in range(len(parts))]
+
+
+def _plain_key_matches(key: str, path: str) -> bool:
+    """re.match(rf"(.*\\.)?({key})$", path) for a key of word characters and dots, a dot matching any character."""
+    before, tail = path[: -len(key)], path[-len(key) :]
+    return (not before or before.endswith(".")) and _plain_matches(key, tail)
+
+
+def _plain_matches(pattern: str, text: str) -> bool:
+    """re.fullmatch of word characters and dots, a dot matching any character."""
+    return len(pattern) == len(text) and all(
+        wanted in (".", found) for wanted, found in zip(pattern, text, strict=True)
+    )
+
+
+def _in_targets(config: AdapterConfig, names: frozenset[str], layers: frozenset[int], path: str) -> bool:
+    if path in names:
+        return True  # PEFT does not look at the layers of a path given in full
+    if not _ends_with_any(path, names):
+        return False
+    return config.layers_to_transform is None or _layer_of(path, config.layers_pattern) in layers
+
+
+def _is_saved(config: AdapterConfig, path: str) -> bool:
+    """Whether modules_to_save names the module or one around it: PEFT adapts no such module, whatever names it."""
+    return any(f".{name}." in f".{path}." for name in config.modules_to_save)
+
+
+def _layer_of(path: str, layers_pattern: Sequence[str]) -> int | None:
+    if not layers_pattern:
+        match = re.match(r".*?\.[^.]*\.(?P<index>\d+)\.", path)
+        return int(match["index"]) if match else None
+    for name in layers_pattern:
+        match = re.match(rf"(?:^|.*?\.){name}\.(?P<index>\d+)\.", path)
+        if match:
+            return int(match["index"])
+    return None
+
+
+def _ends_with_any(path: str, names: frozenset[str]) -> bool:
+    return not names.isdisjoint(endings(path))
+
+
+def _full_matches(pattern: str, paths: Sequence[str], what: str) -> set[str]:
+    if not pattern or _PLAIN.fullmatch(pattern):
+        return {path for path in paths if _plain_matches(pattern, path)}
+    return set(_match_in_child("fullmatch", {pattern: pattern}, paths, what, EXPRESSION_SECONDS)[pattern])
+
+
+def _match_in_child(
+    method: Literal["match", "fullmatch"],
+    patterns: Mapping[str, str],
+    paths: Sequence[str],
+    what: str,
+    seconds: float,
+) -> dict[str, list[str]]:
+    """name -> paths that its pattern matches. `patterns` maps names (for messages) to regular expressions; `seconds` of
+    processor time are all that they get."""
+    if not patterns:
+        return {}
+    fault = f"adapter_config.json: {what} holds a regular expression that"
+    try:
+        child = subprocess.run(
+            _COMMAND,
+            input=json.dumps([seconds, method, list(patterns.values()), list(paths)]).encode(),
+            capture_output=True,
+            timeout=_GIVE_UP_SECONDS,
+            env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ} | {"PYTHONPATH": _ROOT},
+            check=False,
+        )
+        took_too_long = child.returncode == -signal.SIGPROF
+    except subprocess.TimeoutExpired:
+        took_too_long = True
+    if took_too_long:
+        raise Malformed(f"{fault} takes too long to match; write it more simply or list the modules.")
+    if child.returncode != 0:
+        raise Malformed(f"{fault} could not be evaluated; write it more simply or list the modules.")
+    answer = json.loads(child.stdout)
+    names = list(patterns)
+    if "broken" in answer:
+        raise Malformed(f"{fault} is not valid: {names[answer['broken']][:200]!r} ({answer['why'][:200]}).")
+    return {name: [paths[i] for i in hits] for name, hits in zip(names, answer["found"], strict=True)}

@@ -1,0 +1,269 @@
+"""What the store knows without asking the disk: what each name stands for, who uses which content, and the index that
+listings are read from. Every change of it follows one on the disk, which `adapters.store.transactions` makes."""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import threading
+from collections import Counter, OrderedDict
+from contextlib import suppress
+
+from adapters.errors import Damaged, NotFound
+from adapters.files import name_versions as rules
+from adapters.files.disk import StoreFiles
+from adapters.files.manifest import AdapterRecord, Manifest
+from adapters.files.name_versions import NameRecord, Version
+from adapters.store.pins import Pinned
+from adapters.store.quota_usage import Owned
+from adapters.store.sqlite_index import Index, Query, Row
+
+log = logging.getLogger(__name__)
+
+# A manifest lists every module: thousands of adapters would fill memory with them. The rest is read when asked for.
+MAX_MANIFESTS_KEPT = 256
+
+
+class Catalog:
+    """Thread-safe; its lock is held for moments, but for the reading of a manifest that is not kept.
+
+    changing  held by whoever changes a name's file and what is known of it together, around `point` and `files_put`
+    """
+
+    def __init__(self, files: StoreFiles, names: dict[str, NameRecord]) -> None:
+        self.changing = threading.Lock()
+        self._files = files
+        self._lock = threading.Lock()
+        self._names = names
+        self._index = Index(files.index, names, files.read_summary)
+        self._num_names = Counter(rules.uses(names.values()))
+        self._pinned = {name for name, record in names.items() if record.is_pinned}
+        self._manifests: OrderedDict[str, Manifest] = OrderedDict()
+        self._owned: dict[str, Owned] = {}  # by owner, of those whose names have changed since the start
+        # Of all digests that quotas had to look at.
+        self._sizes: dict[str, int] = {}
+        self._leases: Counter[str] = Counter()
+
+    def close(self) -> None:
+        self._index.close()
+
+    # ---- names
+
+    def names(self) -> dict[str, NameRecord]:
+        """All, sorted, without reading a file."""
+        with self._lock:
+            return dict(sorted(self._names.items()))
+
+    def find(self, name: str) -> NameRecord | None:
+        """The versions of a name, None if it stands for no adapter."""
+        with self._lock:
+            return self._names.get(name)
+
+    def record_of(self, name: str) -> NameRecord:
+        """The versions of a name. Raises NotFound."""
+        with self._lock:
+            return rules.record_of(self._names, name)
+
+    def owned(self, owner: str) -> Owned:
+        """What the owner has. The first call of an owner looks at all names; those after it do not."""
+        with self.changing:
+            if owner not in self._owned:
+                with self._lock:
+                    names = {name: record for name, record in self._names.items() if record.owner == owner}
+                with suppress(sqlite3.Error):  # then manifests are read
+                    self._sizes = self._index.sizes(owner) | self._sizes
+                self._owned[owner] = Owned(names, self.num_bytes)
+            return self._owned[owner]
+
+    @property
+    def num_names(self) -> int:
+        with self._lock:
+            return len(self._names)
+
+    @property
+    def num_on_disk(self) -> int:
+        """Contents that have files here, also those that only leases keep."""
+        with self._lock:
+            return len(self._num_names)
+
+    @property
+    def num_changes(self) -> int:
+        """Of pages, so far."""
+        return self._index.num_changes
+
+    def page(self, query: Query) -> list[Row]:
+        """Names as listings show them, without reading a file of theirs; damaged ones are left out."""
+        try:
+            return self._index.page(query)
+        except sqlite3.Error:
+            log.exception("the index of adapters is built anew")
+            with self.changing:
+                self._index.rebuild(self._names)
+            return self._index.page(query)
+
+    def pinned(self) -> list[Pinned]:
+        """Pinned names, without those whose files are damaged or missing."""
+        with self._lock:
+            pinned = [(name, self._names[name].digest) for name in self._pinned]
+        found = []
+        for name, digest in pinned:
+            with suppress(NotFound, Damaged):
+                found.append(Pinned(name, digest, self.manifest(digest).rows))
+        return found
+
+    def point(self, name: str, record: NameRecord | None) -> None:
+        """Under `changing`, after the name's file: it stands for this now; None removes it."""
+        with self._lock:
+            before = self._names.pop(name, None)
+            if record is not None:
+                self._names[name] = record
+                self._num_names.update(record.digests)
+            if before is not None:
+                self._num_names.subtract(before.digests)
+            (self._pinned.add if record is not None and record.is_pinned else self._pinned.discard)(name)
+        self._tell_owner(name, before, record)
+        self._tell_index(name, record)
+
+    def _tell_owner(self, name: str, before: NameRecord | None, after: NameRecord | None) -> None:
+        """Under `changing`. Another server of the store may have given the name to another owner."""
+        for owner in {record.owner for record in (before, after) if record is not None} & self._owned.keys():
+            was, now = (record if record is not None and record.owner == owner else None for record in (before, after))
+            self._owned[owner].point(name, was, now)
+
+    def _tell_index(self, name: str, record: NameRecord | None) -> None:
+        """Under `changing`."""
+        try:
+            if record is None:
+                self._index.remove(name)
+            else:
+                self._index.put(name, record)
+        except sqlite3.Error:
+            log.exception("the index of adapters is built anew")
+            self._index.rebuild(self._names)
+
+    # ---- contents
+
+    def get(self, reference: str) -> AdapterRecord:
+        """What `name`, `name@number` or `name@digest` stands for. Raises NotFound, Damaged."""
+        with self._lock:
+            return self._get(reference)
+
+    def shown(self, name: str, version: Version, manifest: Manifest) -> AdapterRecord:
+        """A version of a name that is there."""
+        record = self._names[name]
+        is_first = version.number == record.first
+        return AdapterRecord(name, version, manifest, record.owner, record.visibility, record.is_pinned, is_first)
+
+    def manifest(self, digest: str) -> Manifest:
+        """Raises NotFound, Damaged."""
+        with self._lock:
+            return self._manifest(digest)
+
+    def num_bytes(self, digest: str) -> int:
+        """Of the tensors; 0 for a digest whose manifest is damaged."""
+        if digest not in self._sizes:
+            try:
+                self._sizes[digest] = self.manifest(digest).num_bytes
+            except (NotFound, Damaged):
+                return 0
+        return self._sizes[digest]
+
+    def files_put(self, digest: str, *, was_used: bool) -> None:
+        """Under `changing`: other files lie under the digest now. Names that had been left out of listings for damage
+        are shown again."""
+        with self._lock:
+            self._manifests.pop(digest, None)
+            names = self._names.items() if was_used else ()
+            named = [(name, record) for name, record in names if record.digest == digest]
+        for name, record in named:
+            self._tell_index(name, record)
+
+    def forget_manifest(self, digest: str) -> None:
+        """It is read again when it is asked for."""
+        with self._lock:
+            self._manifests.pop(digest, None)
+
+    def forget_if_unused(self, digest: str) -> bool:
+        """Of a digest that neither a name nor a lease keeps; False where one does. `files_gone` follows."""
+        with self._lock:
+            if self._is_used(digest):
+                return False
+            del self._leases[digest]
+            self._sizes.pop(digest, None)
+            self._manifests.pop(digest, None)
+            return True
+
+    def files_gone(self, digest: str) -> None:
+        """Its files are out of sight: not before, `num_on_disk` counts it."""
+        with self._lock:
+            if self._num_names[digest] <= 0:
+                del self._num_names[digest]
+
+    def _get(self, reference: str) -> AdapterRecord:
+        name, version = rules.find(self._names, reference)
+        return self.shown(name, version, self._manifest(version.digest))
+
+    def _manifest(self, digest: str) -> Manifest:
+        """Under the lock."""
+        if digest not in self._manifests:
+            self._manifests[digest] = self._files.read_manifest(digest)
+            if len(self._manifests) > MAX_MANIFESTS_KEPT:
+                self._manifests.popitem(last=False)
+        self._manifests.move_to_end(digest)
+        return self._manifests[digest]
+
+    # ---- leases
+
+    def take(self, reference: str) -> AdapterRecord:
+        """Resolve as `get` does, and keep the content until `give_back`."""
+        with self._lock:
+            record = self._get(reference)
+            self._leases[record.digest] += 1
+            return record
+
+    def hold(self, digest: str) -> None:
+        """Keep a content that is there, until `give_back`."""
+        with self._lock:
+            self._leases[digest] += 1
+
+    def give_back(self, digest: str) -> bool:
+        """One lease less; whether anybody still uses the digest."""
+        with self._lock:
+            assert self._leases[digest] > 0, digest
+            self._leases[digest] -= 1
+            return self._is_used(digest)
+
+    def num_leases(self, digest: str) -> int:
+        return self._leases[digest]
+
+    def is_used(self, digest: str) -> bool:
+        """Whether a name or a lease keeps it."""
+        with self._lock:
+            return self._is_used(digest)
+
+    def used_by_names(self) -> set[str]:
+        """Digests that names keep."""
+        with self._lock:
+            return set(+self._num_names)
+
+    def held_by_leases_alone(self) -> list[str]:
+        """Digests that no name keeps."""
+        with self._lock:
+            return [digest for digest in +self._leases if not self._num_names[digest] > 0]
+
+    def _is_used(self, digest: str) -> bool:
+        return self._leases[digest] > 0 or self._num_names[digest] > 0
+
+    def check_integrity(self) -> None:
+        """Assert that names, leases and directories agree, on disk and in memory. Nothing may change meanwhile."""
+        with self._lock:
+            assert self._files.names() == self._names
+            assert self._pinned == {name for name, record in self._names.items() if record.is_pinned}
+            assert +self._num_names == Counter(rules.uses(self._names.values()))
+            assert all(count >= 0 for count in self._leases.values())
+            wanted = set(+self._num_names) | set(+self._leases)
+            assert self._files.digests() == wanted
+            assert set(self._manifests) <= wanted
+            kept = list(self._index.each())
+            self._index.rebuild(self._names)
+            assert kept == list(self._index.each()), "the index kept is not the index built anew"

@@ -1,0 +1,75 @@
+"""What a server of a shared store does all the time: say that it lives, and remove files that no server uses."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from itertools import count
+
+from adapters.errors import StorageFull, StoreUnreachable
+from adapters.files.disk import StoreFiles
+from adapters.store.catalog import Catalog
+from adapters.store.shared_log import Sharing
+from adapters.store.transactions import Changes
+
+log = logging.getLogger(__name__)
+
+# Between two signs of life of a server that shares its store; each sixth time it looks for files that may go.
+HOUSE_SECONDS = 5.0
+_SIGNS_PER_SWEEP = 6
+
+
+class Housekeeping:
+    """Begins with a sign of life, and goes on in a thread of its own until `stop`."""
+
+    def __init__(self, files: StoreFiles, catalog: Catalog, changes: Changes, sharing: Sharing) -> None:
+        self._files = files
+        self._catalog = catalog
+        self._changes = changes
+        self._sharing = sharing
+        self._closing = threading.Event()
+        self._is_refused = False
+        changes.say()
+        threading.Thread(target=self._run, name="adapter-store", daemon=True).start()
+
+    def stop(self) -> None:
+        """Does not wait: a sweep that is due finds that it is too late."""
+        self._closing.set()
+
+    def sweep(self) -> None:
+        """Remove the files of adapters that no name keeps and no server uses."""
+        with self._changes.change():
+            if self._closing.is_set():
+                return
+            self._changes.say()
+            unused = self._files.digests() - self._catalog.used_by_names()
+            for digest in self._sharing.removable(unused):
+                self._files.remove_adapter(digest)
+
+    def attempt(self, *, sweeps: bool) -> None:
+        """A sign of life, and a sweep if `sweeps`. What fails is logged, and does not end the thread: a sentence when
+        the disk begins to refuse and one when it no longer does, not a traceback for each attempt meanwhile."""
+        try:
+            self._changes.say()
+            if sweeps:
+                self.sweep()
+        except (OSError, StorageFull, StoreUnreachable) as error:
+            if not self._is_refused:
+                log.error(
+                    "the adapter store cannot be tidied up: %s; look at its disk. Tried again every %.0f s.",
+                    error,
+                    HOUSE_SECONDS,
+                )
+            self._is_refused = True
+        except Exception:
+            log.exception("the adapter store is not tidied up; the next attempt is soon")
+        else:
+            if self._is_refused:
+                log.info("the adapter store is tidied up again")
+            self._is_refused = False
+
+    def _run(self) -> None:
+        for number in count(1):
+            if self._closing.wait(HOUSE_SECONDS):
+                return
+            self.attempt(sweeps=number % _SIGNS_PER_SWEEP == 0)

@@ -1,0 +1,186 @@
+"""Changes of the store, one after the other: on the disk first, then in the catalog, and what others have changed."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
+
+from adapters.files.disk import StoreFiles
+from adapters.files.durable_files import delete, refuse_shortage
+from adapters.files.name_versions import NameRecord
+from adapters.files.store_faults import store_faults_are_ours
+from adapters.store.catalog import Catalog
+from adapters.store.shared_log import Sharing
+
+log = logging.getLogger(__name__)
+
+
+class Changes:
+    """Locks are taken in this order: `disk`, that of the log of a shared store, `Catalog.changing`.
+
+    disk     held through every change of names/ and adapters/, which syncs and may take long
+    on_gone, on_change  see `adapters.store.store.AdapterStore`
+    """
+
+    def __init__(
+        self,
+        files: StoreFiles,
+        catalog: Catalog,
+        sharing: Sharing | None,
+        on_gone: Callable[[str], None] | None,
+        on_change: Callable[[str], None] | None,
+    ) -> None:
+        self.disk = threading.Lock()
+        self.on_gone = on_gone
+        self._on_change = on_change
+        self._files = files
+        self._catalog = catalog
+        self._sharing = sharing
+        self._reading = threading.Lock()  # held while the log is read
+        # Names that the log told of and whose files are still to be read: the store may go away in between.
+        self._unread: dict[str, None] = {}
+        self._is_all_unread = False  # likewise, where all of them must be read
+        # Whoever releases the last lease need not wait for the disk.
+        self.remover = ThreadPoolExecutor(max_workers=1, thread_name_prefix="adapter-files")
+
+    @contextmanager
+    def change(self) -> Iterator[None]:
+        """Names and adapters are changed inside, under `disk`, by one thread of all servers. StoreBusy, and what
+        `store_fault` says of an OSError."""
+        with store_faults_are_ours(), self.changing_files():
+            if self._sharing is None:
+                yield
+                return
+            with self._sharing.turn():
+                self._sharing.begin_log()
+                self._read_news()
+                yield
+
+    @contextmanager
+    def changing_files(self) -> Iterator[None]:
+        """Under `disk`. Files that go by it are deleted after that, by the thread that made them go: nobody else's
+        change waits for them."""
+        taken_out: list[Path] = []
+        try:
+            with self.disk:
+                try:
+                    yield
+                finally:
+                    taken_out = self._files.taken_out()
+        finally:
+            delete(taken_out)
+
+    # ---- in a change
+
+    def write(self, name: str, record: NameRecord | None) -> None:
+        """What a name stands for, on disk and in the catalog; None removes it. After an OSError it stands for what its
+        file says."""
+        announced = nullcontext() if self._sharing is None else self._sharing.announced(name)
+        with announced, self._catalog.changing:
+            if record is None:
+                self._files.remove_name(name)
+            else:
+                self._files.write_name(name, record)
+            self._catalog.point(name, record)
+
+    def put(self, ready: Path, digest: str) -> bool:
+        """The adapter's files are in the store from now on, as uploaded. Returns whether they are in the place of
+        damaged or missing ones: whoever has read those must read again."""
+        was_used = self._catalog.is_used(digest)
+        was_there = self._files.has_adapter(digest)  # although not used any more: its last user is about to remove it
+        self._files.publish(ready, digest)
+        if self._sharing is not None and (was_used or was_there):
+            self._sharing.tell_replaced(digest)
+        with self._catalog.changing:
+            self._catalog.files_put(digest, was_used=was_used)
+        return was_used or was_there
+
+    def remove_if_unused(self, digest: str) -> bool:
+        """Under `disk`, so that no name, and hence no lease, can come to the digest meanwhile. False when it is used or
+        gone already. In a shared store the files stay until a sweep knows that no server uses them."""
+        if not self._catalog.forget_if_unused(digest):
+            return False
+        is_gone = self._sharing is not None or self._files.remove_adapter(digest)
+        self._catalog.files_gone(digest)
+        return is_gone
+
+    # ---- outside of changes
+
+    def tell_gone(self, digests: Iterable[str]) -> None:
+        """Of files that are gone, or in whose place others are. Outside all locks."""
+        if self.on_gone is not None:
+            for digest in digests:
+                self.on_gone(digest)
+
+    def release(self, digest: str) -> None:
+        """A lease less, without waiting for the disk."""
+        if not self._catalog.give_back(digest):
+            with suppress(RuntimeError):  # the store is closed: the next to open it removes them
+                self.remover.submit(self._collect, digest)
+
+    def settle(self) -> None:
+        """Wait until the files of all leases released so far are removed, if they had to go."""
+        self.remover.submit(lambda: None).result()
+
+    def _collect(self, digest: str) -> None:
+        """Remove a digest that nobody uses, unless somebody does by now."""
+        try:
+            with self.changing_files():
+                is_gone = self.remove_if_unused(digest)
+            self.tell_gone([digest] if is_gone else [])
+        except Exception:
+            log.exception("the files of adapter %s could not be removed; the next start will try again", digest)
+
+    # ---- servers that share the store
+
+    def catch_up(self) -> None:
+        """Know what other servers have changed until now; while the store is away, what was known last goes on to be
+        so."""
+        if self._sharing is None:
+            return
+        try:
+            self._read_news()
+        except OSError as error:
+            refuse_shortage(error)  # Housekeeping tells the others
+
+    def _read_news(self) -> None:
+        """As `catch_up`; raises OSError."""
+        assert self._sharing is not None
+        gone: list[str] = []
+        with self._reading:
+            news = self._sharing.news()
+            self._unread.update(dict.fromkeys(news.names))
+            self._is_all_unread |= news.is_all
+            if self._is_all_unread:
+                self._unread.update(dict.fromkeys(self._catalog.names().keys() | self._files.names().keys()))
+                self._is_all_unread = False
+            for digest in news.replaced:
+                self._catalog.forget_manifest(digest)
+            for name in list(self._unread):
+                gone += self._read_again(name)
+                del self._unread[name]
+        self.tell_gone((*gone, *news.replaced))
+
+    def say(self) -> None:
+        """A sign of life, and what requests here hold that no name keeps."""
+        assert self._sharing is not None
+        self._read_news()
+        self._files.staging.mkdir(exist_ok=True)  # which is gone if this server stood still and was taken for dead
+        with self._reading:
+            self._sharing.say(self._catalog.held_by_leases_alone())
+
+    def _read_again(self, name: str) -> list[str]:
+        """A name that somebody has changed. Returns the digests that nobody uses here any more."""
+        with self._catalog.changing:
+            record, before = self._files.name(name), self._catalog.find(name)
+            if record == before:
+                return []
+            self._catalog.point(name, record)
+        if self._on_change is not None:
+            self._on_change(name)
+        unused = before.digests - (record.digests if record is not None else set()) if before is not None else set()
+        return [digest for digest in unused if self.remove_if_unused(digest)]

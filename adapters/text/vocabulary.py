@@ -1,0 +1,235 @@
+"""The tokens that an adapter's tokenizer files name and add, and whether the base model's tokenizer has them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from adapters.errors import Malformed, Unsupported
+from adapters.files.safetensors_header import printable, refuse_surrogates
+from adapters.text.side_files import Role
+
+# The named special tokens, in transformers' order; templates see them as variables.
+NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+# Of these no prompt of a chat holds one, unless a template writes it.
+_UNUSED_ROLES = frozenset({"unk_token", "sep_token", "pad_token", "cls_token", "mask_token"})
+# A token that fills batches in training, by its name.
+_PADDING_NAME = re.compile(r"(?<![a-z])pad(ding)?(?![a-z])", re.IGNORECASE)
+FILE_OF: Mapping[Role, str] = {
+    "tokenizer_config": "tokenizer_config.json",
+    "special_tokens_map": "special_tokens_map.json",
+    "added_tokens": "added_tokens.json",
+    "tokenizer": "tokenizer.json",
+    "processor_template": "chat_template.json",
+    "generation_config": "generation_config.json",
+}
+# Of a tokenizer.json: far more than models have, thousands, of a hundred characters or two each.
+_MAX_ADDED_TOKENS, _MAX_ENTRY_CHARS = 1 << 14, 1 << 13
+_ADDED_TOKENS = re.compile(r'"added_tokens"\s*:\s*\[')
+_SPACE = re.compile(r"[ \t\n\r]*")
+
+
+@dataclass(frozen=True, slots=True)
+class BaseText:
+    """The base model's tokenizer and chat templates, as far as an adapter's are compared with them.
+
+    token_id          id of a token as the vocabulary spells it, None if there is none
+    token_text        the reverse; empty for an id that stands for nothing
+    special_tokens    named special tokens as text, by the names of the templates' variables
+    eos_token_ids     ids that end an answer
+    template_sources  of all its chat templates
+    """
+
+    token_id: Callable[[str], int | None]
+    token_text: Callable[[int], str] = lambda _token_id: ""
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    eos_token_ids: tuple[int, ...] = ()
+    template_sources: tuple[str, ...] = ()
+
+
+# ---- special tokens
+
+
+def token_content(value: Any) -> str | None:
+    """The text of a token that a config writes as a string or as {"content": ...}."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def special_tokens(config: Mapping[str, Any], tokens_map: Mapping[str, Any]) -> dict[str, str]:
+    """Special tokens by the names that templates know them by, as transformers reads them of tokenizer_config.json and
+    special_tokens_map.json."""
+    merged = merged_config(config, tokens_map)
+    named = {name: token_content(merged.get(name)) for name in NAMED_SPECIAL_TOKENS}
+    if isinstance(ends := merged.get("eos_token"), list):
+        named["eos_token"] = next(filter(None, map(token_content, ends)), None)
+    named |= {name: token_content(value) for name, value in merged.items() if _names_one_more(name)}
+    for key in ("model_specific_special_tokens", "extra_special_tokens"):
+        if isinstance(more := merged.get(key), dict):
+            named |= {name: token_content(value) for name, value in more.items()}
+    return {name: text for name, text in named.items() if text is not None}
+
+
+def merged_config(config: Mapping[str, Any], tokens_map: Mapping[str, Any]) -> dict[str, Any]:
+    # What lists added tokens was written by a version that reads no special_tokens_map.json.
+    return {**config} if "added_tokens_decoder" in config else {**config, **tokens_map}
+
+
+def _names_one_more(key: str) -> bool:
+    return key.endswith("_token") and key not in NAMED_SPECIAL_TOKENS
+
+
+def names_tokens(config: Mapping[str, Any], tokens_map: Mapping[str, Any]) -> bool:
+    """Whether the files say which special tokens there are, and which there are not."""
+    return any(name in NAMED_SPECIAL_TOKENS for name in merged_config(config, tokens_map)) or bool(
+        special_tokens(config, tokens_map)
+    )
+
+
+# ---- the vocabulary
+
+
+@dataclass(slots=True)
+class ListedToken:
+    """A token of the adapter's tokenizer: its id where a file says it, and those files."""
+
+    token_id: Any = None
+    files: list[str] = field(default_factory=list)
+
+
+def listed_tokens(files: Mapping[Role, bytes], parsed: Mapping[Role, dict[str, Any]]) -> dict[str, ListedToken]:
+    """Tokens that the files add or name, by their texts."""
+    listed: dict[str, ListedToken] = {}
+
+    def add(text: str | None, token_id: Any, role: Role) -> None:
+        if text is None:
+            return
+        one = listed.setdefault(text, ListedToken())
+        one.token_id = one.token_id if token_id is None else token_id
+        if FILE_OF[role] not in one.files:
+            one.files.append(FILE_OF[role])
+
+    for text, token_id in parsed.get("added_tokens", {}).items():
+        add(text, _NO_ID if token_id is None else token_id, "added_tokens")
+    config = parsed.get("tokenizer_config", {})
+    decoder = config.get("added_tokens_decoder")
+    for number, entry in decoder.items() if isinstance(decoder, dict) else ():
+        if number.isdecimal() and len(number) < 12:
+            add(token_content(entry) if isinstance(entry, dict) else None, int(number), "tokenizer_config")
+    for entry in _added_in(files["tokenizer"]) if "tokenizer" in files else ():
+        if isinstance(entry, dict):
+            add(token_content(entry), _NO_ID if entry.get("id") is None else entry["id"], "tokenizer")
+    roles: tuple[Role, ...] = ("tokenizer_config", "special_tokens_map")
+    for role in roles:
+        for text in _named_in(parsed.get(role, {})):
+            if role == "tokenizer_config" or "added_tokens_decoder" not in config:
+                add(text, None, role)
+    return listed
+
+
+# Of an entry that has none, which no base has.
+_NO_ID = "none"
+
+
+def _named_in(config: Mapping[str, Any]) -> Iterator[str]:
+    """Texts of the special tokens that one file names, those of lists included."""
+    yield from special_tokens(config, {}).values()
+    for key in ("eos_token", "extra_special_tokens", "additional_special_tokens"):
+        if isinstance(more := config.get(key), list):
+            yield from filter(None, map(token_content, more))
+
+
+def left_out_tokens(
+    listed: Mapping[str, ListedToken],
+    variables: Mapping[str, str],
+    sources: Iterable[str],
+    base: BaseText | None,
+    vocab_size: int | None,
+    files: Mapping[Role, bytes],
+) -> list[str]:
+    """Tokens that the base has not and that no prompt of the adapter holds. Raises Unsupported for one that matters:
+    prompts would be read differently than in training."""
+    left_out = []
+    for text, one in listed.items():
+        if not _is_new(text, one.token_id, base, vocab_size):
+            continue
+        roles = {name for name, named in variables.items() if named == text}
+        is_unused = roles <= _UNUSED_ROLES if roles else _PADDING_NAME.search(text) is not None
+        if not is_unused or any(text in source or any(role in source for role in roles) for source in sources):
+            raise Unsupported(_changes_vocabulary(text, one.files, files))
+        left_out.append(text)
+    return left_out
+
+
+def _is_new(text: str, token_id: Any, base: BaseText | None, vocab_size: int | None) -> bool:
+    """Whether the base's tokenizer has no such token, or by another id."""
+    if token_id is None:  # named, not listed
+        return base is not None and base.token_id(text) is None and text not in base.special_tokens.values()
+    if not isinstance(token_id, int) or (vocab_size is not None and token_id >= vocab_size):
+        return True
+    return base is not None and base.token_id(text) != token_id
+
+
+def _changes_vocabulary(text: str, named_in: list[str], files: Mapping[Role, bytes]) -> str:
+    roles: tuple[Role, ...] = ("tokenizer", "tokenizer_config", "added_tokens", "special_tokens_map")
+    there = [FILE_OF[role] for role in roles if role in files]
+    return (
+        f"The adapter's tokenizer adds the token {shown(text)} ({', '.join(named_in)}), which the base model's does "
+        "not have; an adapter that changes the vocabulary is not supported. If it was trained without that token, "
+        f"leave out {' and '.join([', '.join(there[:-1]), there[-1]] if there[1:] else there)}: upload with "
+        "?without_tokenizer=true, or by `multilora upload --without-tokenizer`."
+    )
+
+
+def shown(text: str) -> str:
+    return repr(printable(text[:100]))
+
+
+# ---- tokenizer.json
+
+
+def _added_in(tokenizer: bytes) -> list[Any]:
+    """The list "added_tokens" of a tokenizer.json, which stands at its beginning."""
+    text = tokenizer.decode("utf-8", errors="replace")
+    begin = _ADDED_TOKENS.search(text)
+    if begin is None:
+        return []
+    try:
+        found = list(_entries(text, begin.end()))
+        refuse_surrogates(found)
+    except (ValueError, RecursionError) as error:
+        reason = error if isinstance(error, Malformed) else "its list of added tokens is broken."
+        raise Malformed(f"tokenizer.json cannot be read: {reason}") from None
+    return found
+
+
+def _entries(text: str, at: int) -> Iterator[Any]:
+    """Of a JSON list whose bracket stands before `at`, each parsed by itself, so that whatever they are other threads
+    have their turns. ValueError for what is no such list, or has too many or too long ones."""
+    decoder = json.JSONDecoder()
+    at = _behind_space(text, at)
+    if text[at : at + 1] == "]":
+        return
+    for _ in range(_MAX_ADDED_TOKENS):
+        entry, length = decoder.raw_decode(text[at : at + _MAX_ENTRY_CHARS])
+        yield entry
+        at = _behind_space(text, at + length)
+        mark = text[at : at + 1]
+        if mark == "]":
+            return
+        if mark != ",":
+            break
+        at = _behind_space(text, at + 1)
+    else:
+        raise Malformed(f"it has more than {_MAX_ADDED_TOKENS} added tokens.")
+    raise ValueError("no comma and no end")
+
+
+def _behind_space(text: str, at: int) -> int:
+    found = _SPACE.match(text, at)
+    assert found is not None, "it may be empty"
+    return found.end()

@@ -1,0 +1,89 @@
+"""From the files of an upload to a directory that can be published: everything is checked against the base model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from adapters.errors import Malformed
+from adapters.files.disk import StoreFiles
+from adapters.files.manifest import Manifest
+from adapters.files.paths import DEFAULT_TEMPLATE, TENSOR_FILE, layout_fingerprint
+from adapters.layout import BaseLayout
+from adapters.peft.base_weights import BaseWeights
+from adapters.peft.canonical_file import CanonicalForm
+from adapters.row_plan import RowPlan
+from adapters.text.side_files import TEXT_ROLES
+from adapters.text.tokenizer_files import AdapterText, read_text
+from adapters.text.vocabulary import BaseText
+from adapters.upload.staging import Staging
+from adapters.upload.validate import check_headers, module_reports
+
+
+class Intake:
+    """What adapters of one base model are checked against; see `adapters.store.store.AdapterStore` for the
+    arguments.
+    """
+
+    def __init__(
+        self,
+        layout: BaseLayout,
+        base_dir: Path | None,
+        row_plan: RowPlan | None,
+        check_template: Callable[[str], None] | None,
+        base_text: BaseText | None,
+    ) -> None:
+        self.fingerprint = layout_fingerprint(layout)
+        self.row_plan = row_plan
+        self._layout = layout
+        self._base = BaseWeights(base_dir) if base_dir is not None else None
+        self._check_template = check_template
+        self._base_text = base_text
+
+    def prepare(self, staging: Staging) -> tuple[Manifest, Path]:
+        """Check a complete upload and write the directory to publish; returns it with its manifest."""
+        staging.unpack_archive()
+        config, tensors = staging.require()
+        text = self._read_text(staging)
+        binding = check_headers(config, tensors, self._layout, self.row_plan, self._base)
+        modules = module_reports(binding)
+        ready = staging.directory / "ready"
+        ready.mkdir()
+        form = CanonicalForm(binding)
+        if form.is_that_of(tensors):
+            tensors.rename(ready / TENSOR_FILE)
+        else:
+            staging.reserve(form.num_bytes)
+            form.write(tensors, ready / TENSOR_FILE)
+        digest, warnings = form.digest(ready / TENSOR_FILE, text)
+        manifest = Manifest(
+            digest=digest,
+            layout=self.fingerprint,
+            rank=max(report.rank for report in modules),
+            num_bytes=sum(report.num_bytes for report in modules),
+            rows=binding.rows,
+            modules=modules,
+            notes=(*warnings, *binding.notes, *text.notes, *staging.left_out),
+            has_chat_template=bool(text.templates),
+            invocation=binding.invocation,
+            special_tokens=text.special_tokens,
+            eos_token_ids=text.eos_token_ids,
+        )
+        StoreFiles.complete(ready, config, text.templates, manifest)
+        return manifest, ready
+
+    def _read_text(self, staging: Staging) -> AdapterText:
+        """What the adapter's tokenizer files and templates say. Raises as `read_text` does, and Malformed for a
+        template that is refused."""
+        files = {role: data for role in TEXT_ROLES if (data := staging.read(role)) is not None}
+        named = staging.read_named_templates()
+        vocab_size = next((p.in_features for p in self._layout.projections if p.kind == "embedding"), None)
+        text = read_text(files, named, self._base_text, vocab_size)
+        for name, source in text.templates.items():
+            try:
+                if self._check_template is not None:
+                    self._check_template(source)
+            except ValueError as error:
+                which = "" if name == DEFAULT_TEMPLATE else f"The template {name!r}: "
+                raise Malformed(f"{which}{error}") from error
+        return text

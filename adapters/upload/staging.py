@@ -1,0 +1,392 @@
+"""One adapter on its way in: parts are written below the store's staging directory, within limits, then checked."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from types import TracebackType
+from typing import IO
+
+from adapters.errors import Malformed, StorageFull, TooLarge, Unsupported
+from adapters.files.paths import CONFIG_FILE, TENSOR_FILE
+from adapters.files.safetensors_header import printable
+from adapters.files.shards import join_shards
+from adapters.files.store_faults import store_faults_are_ours
+from adapters.peft.config import parse_config
+from adapters.text.side_files import (
+    KEPT_BYTES,
+    TEMPLATES_FOLDER,
+    TOKENIZER_ROLES,
+    Role,
+    role_of,
+    role_of_part,
+    template_name,
+)
+from adapters.upload.archives import adapter_folders, unpack
+from adapters.upload.staging_bytes import StagingBytes
+
+COPY_BYTES = 1 << 18
+# Free disk space is asked for again after this many bytes.
+DISK_CHECK_BYTES = 16 << 20
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+# Transformers' trainer calls its checkpoints so. What their configurations say matters if they are the adapter.
+_CHECKPOINT = re.compile(r"checkpoint-\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class StoreLimits:
+    """What one upload may cost.
+
+    max_upload_bytes      bytes received, all parts together; also the bound of what an archive unpacks to
+    max_files             parts, archive members or directory entries
+    free_disk_floor_bytes refuse to write when less than this would stay free on the store's file system
+    max_staging_bytes     of all uploads until they are adapters; None = no limit. An archive counts packed and
+                          unpacked, and so does the copy of tensors that came in another form than the stored one
+
+    and how many versions of a name are kept:
+
+    max_versions          the current one included
+    max_version_bytes     of older contents of one name, together
+    """
+
+    max_upload_bytes: int = 4 << 30
+    max_files: int = 256
+    free_disk_floor_bytes: int = 256 << 20
+    max_staging_bytes: int | None = None
+    max_versions: int = 8
+    max_version_bytes: int = 1 << 30
+
+
+class HeldBytes:
+    """What one upload holds of the bytes that all have."""
+
+    def __init__(self, shared: StagingBytes | None, owner: str) -> None:
+        self._shared = shared
+        self._owner = owner
+        self._num_bytes = 0
+
+    def take(self, num_bytes: int) -> None:
+        """Before so many are written. Raises StagingFull."""
+        if self._shared is not None:
+            self._shared.take(self._owner, num_bytes)
+            self._num_bytes += num_bytes
+
+    def close(self) -> None:
+        """All of them are gone; again is harmless."""
+        if self._shared is not None:
+            self._shared.give_back(self._owner, self._num_bytes)
+            self._num_bytes = 0
+
+
+class Budget:
+    """The running counts of one upload, or of what an archive in it holds."""
+
+    def __init__(self, directory: Path, limits: StoreLimits, held: HeldBytes) -> None:
+        self._directory = directory
+        self._limits = limits
+        self._held = held
+        self._num_bytes = 0
+        self._num_files = 0
+        self._checked_at = 0
+
+    def receive(self, num_bytes: int) -> None:
+        """Count bytes before they are written. Raises TooLarge, StorageFull, StagingFull."""
+        self._num_bytes += num_bytes
+        if self._num_bytes > self._limits.max_upload_bytes:
+            raise TooLarge(f"The upload is larger than the limit of {self._limits.max_upload_bytes} bytes.")
+        self._held.take(num_bytes)
+        if self._num_bytes - self._checked_at >= DISK_CHECK_BYTES:
+            self.check_disk(num_bytes)
+
+    def check_disk(self, num_bytes: int) -> None:
+        """Raises StorageFull when writing `num_bytes` more would leave less free than the floor."""
+        self._checked_at = self._num_bytes
+        with store_faults_are_ours():
+            stat = os.statvfs(self._directory)
+        if stat.f_bavail * stat.f_frsize - num_bytes < self._limits.free_disk_floor_bytes:
+            raise StorageFull("The store's disk is too full to take this adapter; delete adapters that are not needed.")
+
+    def count_file(self) -> None:
+        self._num_files += 1
+        if self._num_files > self._limits.max_files:
+            raise TooLarge(f"The upload has more than {self._limits.max_files} files.")
+
+
+class UploadPart:
+    """A file of an upload, open for writing; a context manager. Not thread-safe by itself."""
+
+    def __init__(self, path: Path | None, role: Role, budget: Budget) -> None:
+        """`path` None counts the bytes and keeps nothing."""
+        self._file: IO[bytes] | None = None
+        if path is not None:
+            with store_faults_are_ours():
+                self._file = path.open("xb")
+        self.role = role
+        self._budget = budget
+        self._num_bytes = 0
+
+    def write(self, data: bytes) -> int:
+        """Append. Raises TooLarge or StorageFull the moment a limit is passed."""
+        self._budget.receive(len(data))
+        kept_bytes = KEPT_BYTES.get(self.role)
+        before, self._num_bytes = self._num_bytes, self._num_bytes + len(data)
+        if kept_bytes is not None and self._num_bytes > kept_bytes:
+            if self.role not in ("tokenizer", "ignored"):
+                raise TooLarge(f"The {self.role.replace('_', ' ')} file is larger than {kept_bytes} bytes.")
+            data_kept = data[: max(0, kept_bytes - before)]
+        else:
+            data_kept = data
+        if self._file is not None and data_kept:
+            with store_faults_are_ours():
+                self._file.write(data_kept)
+        return len(data)
+
+    def close(self) -> None:
+        if self._file is not None:
+            with store_faults_are_ours():
+                self._file.close()
+
+    def __enter__(self) -> UploadPart:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+
+class Staging:
+    """The files of one upload, by role, in a directory of their own."""
+
+    def __init__(self, directory: Path, limits: StoreLimits, held: HeldBytes | None = None) -> None:
+        directory.mkdir()
+        self.directory = directory
+        self.limits = limits
+        self._held = held or HeldBytes(None, "")
+        self.budget = Budget(directory, limits, self._held)
+        self.files: dict[Role, Path] = {}
+        self.named_templates: dict[str, Path] = {}
+        self.left_out: list[str] = []  # sentences
+        self.without_tokenizer = False  # whether files of the tokenizer are left out
+        self._shards: dict[str, Path] = {}
+
+    def open(self, role: Role, shown_name: str) -> UploadPart:
+        """Raises Malformed when the role is taken, TooLarge for too many files."""
+        self.budget.count_file()
+        if self._leaves_out(role):
+            self._ignore(shown_name, role=role)
+            return UploadPart(None, "ignored", self.budget)
+        several: dict[Role, int] = {"shard": len(self._shards), "named_template": len(self.named_templates)}
+        path = self.directory / (f"part-{role}-{several[role]}" if role in several else f"part-{role}")
+        self._assign(role, path, shown_name)
+        return UploadPart(path, role, self.budget)
+
+    def _leaves_out(self, role: Role) -> bool:
+        return role == "ignored" or (self.without_tokenizer and role in TOKENIZER_ROLES)
+
+    def _ignore(self, shown_name: str, kind: str = "file", role: Role = "ignored") -> None:
+        name = printable(shown_name[:200])
+        if role in TOKENIZER_ROLES:
+            self.left_out.append(f"The file {name} was left out as asked, with whatever it says.")
+        else:
+            self.left_out.append(f"The {kind} {name} is not needed and was left out.")
+
+    def _assign(self, role: Role, path: Path, shown_name: str) -> None:
+        if role == "shard" and (name := PurePosixPath(shown_name).name) not in self._shards:
+            self._shards[name] = path
+            return
+        template = template_name(shown_name) if role == "named_template" else None
+        if template is not None and template not in self.named_templates:
+            self.named_templates[template] = path
+            return
+        if role in self.files or role in ("shard", "named_template"):
+            raise Malformed(
+                f"The upload holds two files for the same purpose ({role}), the second {shown_name[:200]!r}."
+            )
+        self.files[role] = path
+
+    def open_part(self, part_name: str, file_name: str | None) -> UploadPart:
+        role = role_of_part(part_name, file_name)
+        if role == "named_template" and template_name(part_name) is not None:
+            return self.open(role, part_name)
+        return self.open(role, file_name or part_name)
+
+    def add_directory(self, directory: Path, links_below: Path | None = None) -> None:
+        """Copy the files of a PEFT directory that have a role, named templates in their folder among them; what else is
+        there is left out. Links may lead to files below `links_below` and below the directory itself, both resolved.
+        Raises Malformed, Unsupported, and what the role's limits raise."""
+        try:
+            entries = sorted(directory.iterdir())
+        except (FileNotFoundError, NotADirectoryError):
+            raise Malformed("There is no such adapter directory.") from None
+        if not (directory / CONFIG_FILE).exists() and (directory / "snapshots").is_dir():
+            raise Malformed(
+                "The directory is a repository in Hugging Face's cache; name the one below its snapshots that holds "
+                f"{CONFIG_FILE}."
+            )
+        allowed = [directory.resolve(), *([] if links_below is None else [links_below.resolve()])]
+        self._add_files(entries, allowed)
+
+    def _add_files(self, entries: Sequence[Path], allowed: Sequence[Path], folder: str = "") -> None:
+        for entry in entries:
+            if entry.is_dir():
+                if entry.name == TEMPLATES_FOLDER and not folder and not entry.is_symlink():
+                    self._add_files(sorted(entry.iterdir()), allowed, f"{TEMPLATES_FOLDER}/")
+                else:
+                    self._ignore(folder + entry.name, "folder")
+                continue
+            role = role_of(folder + entry.name)
+            if role == "ignored" or (folder and role != "named_template"):
+                with self.open("ignored", folder + entry.name):
+                    continue
+            with _open_plain(entry, allowed) as source, self.open(role, folder + entry.name) as part:
+                _copy(source, part.write)
+
+    def unpack_archive(self) -> None:
+        """Replace an uploaded archive by its files. Raises what `unpack` raises."""
+        archive = self.files.pop("archive", None)
+        if archive is None:
+            return
+        if self.files or self._shards or self.named_templates:
+            raise Malformed("The upload holds an archive and single files; send either.")
+        inner = Budget(self.directory, self.limits, self._held)
+        members: list[tuple[PurePosixPath, Role, Path | None]] = []
+
+        def sink(path: PurePosixPath, data: IO[bytes]) -> None:
+            role = role_of(str(path))
+            target = None if self._leaves_out(role) else self.directory / f"member-{len(members)}"
+            members.append((path, role, target))
+            with UploadPart(target, role if target is not None else "ignored", inner) as part:
+                _copy(data, part.write)
+            if role == "config" and target is not None and not _CHECKPOINT.fullmatch(path.parent.name):
+                _check_member(path, target)  # refused before gigabytes are unpacked, if it comes before them
+
+        unpack(archive, sink, max_files=self.limits.max_files, max_bytes=self.limits.max_upload_bytes)
+        archive.unlink()
+        root, below = adapter_folders([path for path, _, _ in members])
+        for path, role, target in members:
+            if any(path.is_relative_to(folder) for folder in below):
+                continue
+            folder = root / TEMPLATES_FOLDER if role == "named_template" else root
+            if target is None or path.parent != folder:
+                self._leave_out(path, role)
+            else:
+                self._assign(role, target, str(path))
+        for folder in below:
+            if not any(folder != other and folder.is_relative_to(other) for other in below):
+                self._ignore(str(folder), "folder")
+
+    def _leave_out(self, path: PurePosixPath, role: Role) -> None:
+        if role in ("tensors", "shard"):
+            raise Malformed(f"The archive holds tensors apart from their {CONFIG_FILE}: {str(path)[:200]!r}.")
+        self._ignore(str(path), role=role if self._leaves_out(role) else "ignored")
+
+    def check_config(self) -> None:
+        """Raises what `parse_config` raises, if a configuration is there, written and closed."""
+        config = self.read("config")
+        if config is not None:
+            parse_config(config)
+
+    def read_named_templates(self) -> dict[str, bytes]:
+        """By name. Raises Malformed for what is none."""
+        for name, path in self.named_templates.items():
+            _refuse_lfs_pointer(path, f"chat template {name}")
+        return {name: path.read_bytes() for name, path in self.named_templates.items()}
+
+    def read(self, role: Role) -> bytes | None:
+        path = self.files.get(role)
+        if path is None:
+            return None
+        _refuse_lfs_pointer(path, role)
+        return path.read_bytes()
+
+    def require(self) -> tuple[bytes, Path]:
+        """The config's text and the tensor file's path, shards put together. Raises Malformed naming what is missing,
+        and what `join_shards` raises."""
+        self._join_shards()
+        config, tensors = self.read("config"), self.files.get("tensors")
+        if config is None or tensors is None:
+            missing = CONFIG_FILE if config is None else TENSOR_FILE
+            raise Malformed(f"The upload has no {missing}; send both {CONFIG_FILE} and {TENSOR_FILE}.")
+        _refuse_lfs_pointer(tensors, "tensors")
+        return config, tensors
+
+    def _join_shards(self) -> None:
+        if not self._shards:
+            return
+        if "tensors" in self.files:
+            raise Malformed(f"The upload holds {TENSOR_FILE} and shards of it; send either.")
+        for name, path in self._shards.items():
+            _refuse_lfs_pointer(path, name)
+        target = self.directory / "part-tensors"
+        self.reserve(sum(path.stat().st_size for path in self._shards.values()))
+        with store_faults_are_ours():
+            join_shards(self._shards, self.read("index"), target)
+        self.files["tensors"] = target
+        self._shards = {}
+
+    def reserve(self, num_bytes: int) -> None:
+        """So many are about to be written beside the parts. Raises StorageFull, StagingFull."""
+        self._held.take(num_bytes)
+        self.budget.check_disk(num_bytes)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.directory, ignore_errors=True)
+        self._held.close()
+
+
+def _check_member(path: PurePosixPath, config: Path) -> None:
+    """Raises what `parse_config` raises for an archive's configuration; it says which one it is where there may be
+    others."""
+    try:
+        _refuse_lfs_pointer(config, "config")
+        parse_config(config.read_bytes())
+    except (Malformed, Unsupported) as error:
+        if not path.parent.parts:
+            raise
+        shown = printable(str(path)[:200])
+        raise type(error)(
+            f"{error} That is the archive's {shown!r}; if it is not the adapter that you want, pack without its folder."
+        ) from None
+
+
+def _refuse_lfs_pointer(path: Path, what: str) -> None:
+    """Raises Malformed for what `git clone` leaves where Git LFS is not installed."""
+    with path.open("rb") as file:
+        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise Malformed(
+                f"The file for the {printable(what[:200]).replace('_', ' ')} is a Git LFS pointer and not the file: "
+                "run `git lfs pull` where it was cloned, or `hf download`, and upload what that brings."
+            )
+
+
+def _open_plain(entry: Path, allowed: Sequence[Path]) -> IO[bytes]:
+    """The file, or the one that a link leads to. Raises Malformed for a link to nothing, Unsupported for one that leads
+    elsewhere and for what is no file, OSError with the entry's name."""
+    shown = printable(entry.name[:200])
+    try:
+        path = entry.resolve()
+        exists, is_file = path.exists(), path.is_file()
+    except RuntimeError:  # links in a circle
+        path, exists, is_file = entry, False, False
+    if exists and not any(path.is_relative_to(one) for one in allowed):
+        raise Unsupported(
+            f"The file {shown!r} is a link that leads out of the directory; copy the adapter with its links followed "
+            "(cp -rL), and load the copy."
+        )
+    if not exists:
+        raise Malformed(f"The file {shown!r} is a link to a file that is not there; download the adapter again.")
+    if not is_file:
+        raise Unsupported(f"The file {shown!r} is a device; only plain files are read.")
+    try:
+        return path.open("rb")
+    except OSError as error:
+        error.filename = str(entry)
+        raise
+
+
+def _copy(source: IO[bytes], write: Callable[[bytes], int]) -> None:
+    while chunk := source.read(COPY_BYTES):
+        write(chunk)

@@ -1,0 +1,105 @@
+"""What is decided of an adapter before its data is looked at: what binds where, and whether the device has room."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from adapters.errors import BindingError, RowsExceeded
+from adapters.files.manifest import ModuleRecord
+from adapters.files.safetensors_header import read_chunks, read_header
+from adapters.layout import BaseLayout
+from adapters.peft.base_weights import BaseWeights
+from adapters.peft.binding import bind
+from adapters.peft.block_tensors import Stacked
+from adapters.peft.bound_tensors import TOKENS, Binding, BoundExtra, BoundSlice, Repeat
+from adapters.peft.config import parse_config
+from adapters.row_plan import RowPlan
+
+
+def check_headers(
+    config: bytes,
+    tensor_path: Path,
+    layout: BaseLayout,
+    row_plan: RowPlan | None,
+    base: BaseWeights | None,
+) -> Binding:
+    """Everything that can be decided before a byte of LoRA data is read.
+
+    Raises Malformed, Unsupported, BindingError, RowsExceeded.
+    """
+    binding = bind(layout, parse_config(config), read_header(tensor_path))
+    if base is not None:
+        unchanged = [
+            extra
+            for extra in binding.extras
+            if extra.replaces is not None and base.repeats(extra.replaces, extra.tensor, tensor_path)
+        ]
+        binding = binding.without(unchanged) if unchanged else binding
+    if row_plan is not None:
+        _check_rows(binding, row_plan)
+    changed = [
+        (
+            copy.tensor.name,
+            f"it is a full weight of {copy.name.removesuffix('.weight')} that differs from the base's, and "
+            "modules_to_save does not name it",
+        )
+        for copy in binding.base_copies
+        if base is None or not base.repeats(copy.name, copy.tensor, tensor_path)
+    ]
+    changed += [
+        (one.tensor.name, f"it differs from {one.of.name[:200]!r}, which the file has for the same module")
+        for one in binding.repeats
+        if not _are_equal(tensor_path, one)
+    ]
+    if changed:
+        raise BindingError.listing(changed)
+    return binding
+
+
+def module_reports(binding: Binding) -> tuple[ModuleRecord, ...]:
+    """The load report, in the order of the forward pass; modules without LoRA behind the others."""
+    extras: dict[str, list[BoundExtra]] = {}
+    for extra in binding.extras:
+        extras.setdefault(extra.module, []).append(extra)
+    reports = []
+    for bound in binding.slices:
+        also = extras.pop(bound.slice.module, [])
+        num_bytes = bound.a.num_bytes + bound.b.num_bytes + sum(extra.tensor.num_bytes for extra in also)
+        parts = tuple(extra.part for extra in also)
+        reports.append(ModuleRecord(bound.slice.module, bound.rank, bound.scaling, num_bytes, parts))
+    for module, alone in extras.items():
+        num_bytes = sum(extra.tensor.num_bytes for extra in alone)
+        reports.append(ModuleRecord(module, 0, 0.0, num_bytes, tuple(extra.part for extra in alone)))
+    for tokens in binding.tokens:
+        num_bytes = tokens.tensor.num_bytes
+        reports.append(ModuleRecord(tokens.module, 0, 0.0, num_bytes, (TOKENS,), tokens.token_ids))
+    return tuple(reports)
+
+
+def _are_equal(path: Path, repeat: Repeat) -> bool:
+    chunks = zip(read_chunks(path, repeat.tensor), read_chunks(path, repeat.of), strict=True)
+    return all(one == other for one, other in chunks)
+
+
+def _sum_of(bound: BoundSlice) -> str:
+    """How the rank of what a trainer has as several modules comes about."""
+    ranks = [block.tensor.shape[0] for block in bound.a.blocks] if isinstance(bound.a, Stacked) else []
+    return f", the sum of {' + '.join(map(str, ranks))} of its parts" if len(ranks) > 1 else ""
+
+
+def _check_rows(binding: Binding, plan: RowPlan) -> None:
+    largest = max(binding.slices, key=lambda bound: bound.rank, default=None)
+    if largest is not None and plan.max_rank is not None and largest.rank > plan.max_rank:
+        raise RowsExceeded(
+            f"The adapter has rank {largest.rank} in {largest.slice.module}{_sum_of(largest)}; the kernels of this "
+            f"device take ranks up to {plan.max_rank}. Use a smaller rank."
+        )
+    num_tokens = max((len(tokens.token_ids) for tokens in binding.tokens), default=0)
+    if plan.max_rank is not None and num_tokens > plan.max_rank:
+        raise RowsExceeded(
+            f"The adapter has {num_tokens} trained tokens, each a row of rank; the kernels of this device take ranks "
+            f"up to {plan.max_rank}. Save the embedding whole (modules_to_save) instead."
+        )
+    group = plan.group_too_small(binding.rows)
+    if group is not None:
+        raise RowsExceeded(plan.refusal(group, binding.rows))

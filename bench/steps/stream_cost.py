@@ -1,0 +1,115 @@
+"""What a streamed token costs the API process: a real server whose engine computes nothing, and many streams.
+
+python -m bench.steps.stream_cost [--streams 64] [--tokens 128] [--step-ms 12] [--rounds 5] [--tree DIR]
+
+The processor time is that of all threads of the API process, over the tokens of its streams; the client is this
+process. With --tree a server of another checkout of this project is measured beside this one's, forth and back in each
+round, and what this one costs is told as a share of it: only that means something on a machine that others use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import statistics
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from bench.http.http_client import complete_all
+from bench.rounds import forth_and_back, percentile
+from bench.server_process import Server, start_server
+from bench.shapes import BUNDLED
+from bench.steps.fake_engine import VARIABLE
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+class Sample(NamedTuple):
+    """Of one run: processor microseconds per token, and milliseconds between the tokens of a stream."""
+
+    us_per_token: float
+    gaps_ms: list[float]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.steps.stream_cost",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=128, help="of each stream")
+    parser.add_argument("--step-ms", type=float, default=12.0, help="of the made-up engine")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tree", type=Path, help="another checkout, measured beside this one")
+    arguments = parser.parse_args()
+    trees = {"this": _ROOT} | ({"other": arguments.tree.resolve()} if arguments.tree else {})
+    os.environ[VARIABLE] = str(arguments.step_ms / 1e3)
+    with contextlib.ExitStack() as stack:
+        servers = {name: stack.enter_context(_serving(tree)) for name, tree in trees.items()}
+        body = {"model": "base", "prompt": "Once upon a time", "max_tokens": arguments.tokens, "ignore_eos": True}
+        bodies = [body | {"stream": True, "stream_options": {"include_usage": True}}] * arguments.streams
+        for server in servers.values():
+            measure(server, bodies)
+        rounds: list[dict[str, list[Sample]]] = []
+        for _ in range(arguments.rounds):
+            rounds.append({name: [] for name in servers})
+            for name in forth_and_back(servers):
+                rounds[-1][name].append(measure(servers[name], bodies))
+    show(rounds)
+
+
+@contextlib.contextmanager
+def _serving(tree: Path) -> Any:
+    with tempfile.TemporaryDirectory() as scratch:
+        server = start_server(
+            BUNDLED, Path(scratch), model_name="base", adapter_row_bytes=0, module="bench.steps.fake_engine", tree=tree
+        )
+        try:
+            yield server
+        finally:
+            server.stop()
+
+
+def measure(server: Server, bodies: list[dict[str, Any]]) -> Sample:
+    """One run of all streams."""
+    before = processor_seconds(server.process.pid)
+    answers, _, _ = complete_all(server.url, bodies)
+    seconds = processor_seconds(server.process.pid) - before
+    gaps = [(later - earlier) * 1e3 for one in answers for earlier, later in pairwise(one.token_seconds)]
+    return Sample(seconds / sum(answer.num_tokens for answer in answers) * 1e6, gaps)
+
+
+def processor_seconds(pid: int) -> float:
+    """Of all threads of a process, to the nanosecond: the clock that Linux has for each."""
+    return time.clock_gettime(~pid << 3 | 2)
+
+
+def show(rounds: list[dict[str, list[Sample]]]) -> None:
+    """A line for each side, and their ratio."""
+    for name in rounds[0]:
+        own = [sample for one in rounds for sample in one[name]]
+        costs = [sample.us_per_token for sample in own]
+        gaps = [gap for sample in own for gap in sample.gaps_ms]
+        half, most = percentile(gaps, 50), percentile(gaps, 99)
+        assert half is not None and most is not None
+        print(
+            f"{name:6} {statistics.median(costs):6.1f} us a token ({min(costs):.1f} to {max(costs):.1f}); "
+            f"between tokens {half:.2f} ms, p99 {most:.2f} ({most / half:.2f} times)"
+        )
+    if "other" in rounds[0]:
+        means = [[statistics.mean(one.us_per_token for one in a_round[name]) for name in a_round] for a_round in rounds]
+        ratios = [this / other for this, other in means]
+        least = [min(one.us_per_token for a_round in rounds for one in a_round[name]) for name in rounds[0]]
+        print(
+            f"ratio  {statistics.median(ratios):.3f} of the rounds ({min(ratios):.3f} to {max(ratios):.3f}), "
+            f"{least[0] / least[1]:.3f} of the least, to which other work adds nothing"
+        )
+
+
+if __name__ == "__main__":
+    main()

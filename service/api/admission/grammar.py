@@ -1,0 +1,148 @@
+"""What a request's answer is constrained to: its fields as one constraint, and that as the grammar that the engine
+follows."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from service.api.admission.parsers import is_format_idle, shown_tools
+from service.api.admission.tool_grammars import chat_constraint
+from service.api.errors import BadRequest
+from service.api.run_in_thread import off_loop
+from service.api.schema.requests import ChatRequest, Generation
+from service.api.schema.response_formats import (
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    StructuralTagFormat,
+    StructuredOutputs,
+)
+from service.api.schema.tools import tools_chars
+from service.api.state import Services
+from service.grammars.constraints import (
+    Constraint,
+    ConstraintError,
+    choice_constraint,
+    schema_constraint,
+    tag_constraint,
+    text_constraint,
+)
+from service.text.answer_reader import Reading
+
+_JSON_OBJECT = {"type": "object"}
+_Makes = Callable[[], Constraint | None]
+
+
+async def requested_grammar(services: Services, request: Generation, reading: Reading) -> str | None:
+    """The grammar that the request's answers must follow, which are read so; None if they are free. BadRequest for one
+    that cannot be followed, or takes too much, or for several."""
+    said = request.closes_objects
+    closes_objects = services.settings.disable_additional_properties if said is None else said
+    asked = _asked(request, closes_objects=closes_objects)
+    if len(asked) > 1:
+        names = " and ".join(f"`{name}`" for name, _ in asked)
+        raise BadRequest(f"{names} are both given; send one of them.", param=asked[1][0])
+    field, makes = asked[0] if asked else ("tools", lambda: None)
+    try:
+        constraint = makes()
+        if isinstance(request, ChatRequest):
+            special_ids = services.tokenizer.special_id_of
+            work = partial(chat_constraint, request, reading, constraint, special_ids, closes_objects=closes_objects)
+            constraint = await off_loop(work, size_chars=tools_chars(shown_tools(request)))
+    except ConstraintError as error:
+        raise bad_constraint(error, field) from error
+    return None if constraint is None else await compiled(services, constraint, field)
+
+
+async def compiled(services: Services, constraint: Constraint, field: str) -> str:
+    """The constraint's grammar, for `Sampling.grammar`, once it has been tried. BadRequest about `field` if it cannot
+    be followed, or takes too much."""
+    trial = services.grammar_trial
+    known = trial.known(constraint)
+    if known is not None:
+        services.metrics.grammars.labels("known").inc()
+        return known
+    try:
+        grammar = await asyncio.wrap_future(trial.submit(constraint))
+    except ConstraintError as error:
+        services.metrics.grammars.labels("refused").inc()
+        raise bad_constraint(error, field) from error
+    services.metrics.grammars.labels("compiled").inc()
+    return grammar
+
+
+def bad_constraint(error: ConstraintError, field: str) -> BadRequest:
+    """What the client is told of a constraint that is none."""
+    return BadRequest(f"`{field}` {error}.", param=field)
+
+
+def _asked(request: Generation, *, closes_objects: bool) -> list[tuple[str, _Makes]]:
+    """(field, what makes the constraint of it), of all that constrain the answer."""
+    asked = _asked_by_format(request, closes_objects=closes_objects)
+    options = request.structured_outputs or StructuredOutputs()
+    whitespace = "" if options.disable_any_whitespace else options.whitespace_pattern
+    schemas = (
+        ("structured_outputs.json", options.json_, whitespace),
+        ("structured_outputs.json_object", _JSON_OBJECT if options.json_object else None, whitespace),
+        ("guided_json", request.guided_json, request.guided_whitespace_pattern),
+        ("json_schema", request.json_schema, None),
+    )
+    for field, schema, pattern in schemas:
+        if schema is not None:
+            asked.append((field, partial(schema_constraint, schema, pattern, closes_objects=closes_objects)))
+    _refuse_idle_whitespace(request, {field for field, schema, _ in schemas if schema is not None})
+    for field, regex in (
+        ("structured_outputs.regex", options.regex),
+        ("guided_regex", request.guided_regex),
+        ("regex", request.regex),
+    ):
+        if regex is not None:
+            asked.append((field, partial(text_constraint, "regex", regex)))
+    for field, choices in (("structured_outputs.choice", options.choice), ("guided_choice", request.guided_choice)):
+        if choices is not None:
+            asked.append((field, partial(choice_constraint, choices)))
+    for field, grammar in (
+        ("structured_outputs.grammar", options.grammar),
+        ("guided_grammar", request.guided_grammar),
+        ("ebnf", request.ebnf),
+    ):
+        if grammar is not None:
+            asked.append((field, partial(text_constraint, "grammar", grammar)))
+    if options.structural_tag is not None:
+        makes = partial(tag_constraint, options.structural_tag, closes_objects=closes_objects)
+        asked.append(("structured_outputs.structural_tag", makes))
+    return asked
+
+
+def _refuse_idle_whitespace(request: Generation, fields: set[str]) -> None:
+    """BadRequest where white space is spoken of and no JSON beside it; `fields` are the schemas that there are."""
+    options = request.structured_outputs or StructuredOutputs()
+    is_spoken_of = options.whitespace_pattern is not None or options.disable_any_whitespace
+    if is_spoken_of and not any(field.startswith("structured_outputs.") for field in fields):
+        raise BadRequest(
+            "`structured_outputs` says what white space may be and has no `json` or `json_object`; send one, or leave "
+            "it out.",
+            param="structured_outputs",
+        )
+    if request.guided_whitespace_pattern is not None and "guided_json" not in fields:
+        raise BadRequest(
+            "`guided_whitespace_pattern` is about `guided_json`; send both, or leave it out.",
+            param="guided_whitespace_pattern",
+        )
+
+
+def _asked_by_format(request: Generation, *, closes_objects: bool) -> list[tuple[str, _Makes]]:
+    if isinstance(request, ChatRequest) and is_format_idle(request):
+        return []
+    match request.response_format:
+        case JsonObjectFormat():
+            return [("response_format", partial(schema_constraint, _JSON_OBJECT))]
+        case JsonSchemaFormat(json_schema=named):
+            makes = partial(schema_constraint, named.schema_, closes_objects=closes_objects)
+            return [("response_format.json_schema.schema", makes)]
+        case StructuralTagFormat() as tag:
+            plain: dict[str, Any] = tag.model_dump(by_alias=True, exclude_none=True)
+            return [("response_format", partial(tag_constraint, plain, closes_objects=closes_objects))]
+    return []

@@ -1,0 +1,87 @@
+"""What routers add to the one log line of their request. The line itself is written by
+`service.api.entry.middleware`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from fastapi import Request
+
+from service.api.errors import error_body
+from service.api.generation.job import Job
+
+_MAX_ERROR_CHARS = 500
+_MAX_LEFT_OUT_CHARS = 1000
+
+
+class RequestNotes:
+    """Fields of a request's log line; jobs are read when the line is written, after the answer."""
+
+    def __init__(self) -> None:
+        self.fields: dict[str, Any] = {}
+        self.jobs: list[Job] = []
+        self._left_out: list[str] = []
+
+    def failed(self, error: Exception) -> None:
+        """Why the request, or a stream that had begun, was answered with an error: what the client was told."""
+        told = error_body(error)["error"]
+        self.fields |= {"error": told["message"][:_MAX_ERROR_CHARS], "param": told["param"]}
+
+    @property
+    def adapter(self) -> str | None:
+        """Which version of an adapter answers, for a header: `name@3 sha256:<digest>`, None for the base. The items of
+        a batch may have several; then each item's fingerprint tells."""
+        adapters = {job.adapter for job in self.jobs} - {None}
+        return "several" if len(adapters) > 1 else next(iter(adapters), None)
+
+    @property
+    def left_out(self) -> str | None:
+        """What requests hold that their answers do without, for a header; None for nothing."""
+        told = ", ".join(self._left_out)
+        return (told if len(told) <= _MAX_LEFT_OUT_CHARS else f"{told[:_MAX_LEFT_OUT_CHARS]} ...") or None
+
+    def leave_out(self, names: Iterable[str]) -> None:
+        """Name fields that are accepted and do nothing, in the answer's header and in the log."""
+        self._left_out += [name for name in names if name not in self._left_out]
+        if self._left_out:
+            self.fields["left_out"] = self.left_out
+
+    def lines(self) -> dict[str, Any]:
+        """The fields, with the jobs' token counts added up."""
+        if not self.jobs:
+            return self.fields
+        first = [job.first_token_seconds for job in self.jobs if job.first_token_seconds is not None]
+        return self.fields | {
+            "prompt_tokens": sum(run.num_prompt_tokens for job in self.jobs for run in job.runs),
+            "completion_tokens": sum(job.num_completion_tokens for job in self.jobs),
+            "ended": ",".join(sorted({outcome for job in self.jobs for outcome in job.outcomes})) or None,
+            "first_token_ms": round(min(first) * 1e3, 1) if first else None,
+        }
+
+
+def notes_of(request: Request) -> RequestNotes:
+    """The notes of this request."""
+    notes = request.scope["multilora.notes"]
+    assert isinstance(notes, RequestNotes)
+    return notes
+
+
+def note(request: Request, **fields: Any) -> None:
+    """Add fields to the log line. Never anything secret."""
+    notes_of(request).fields.update(fields)
+
+
+def note_job(request: Request, job: Job, names: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Add a generating job to the log line: who answers, whichever field named it, and what is left out, of
+    which the client calls some by other `names`."""
+    notes = notes_of(request)
+    notes.fields["model"] = f"{notes.fields['model']},{job.full_name}" if "model" in notes.fields else job.full_name
+    if job.record is not None:
+        version = f"{job.record.reference}:{job.record.digest[:12]}"
+        notes.fields["version"] = f"{notes.fields['version']},{version}" if "version" in notes.fields else version
+    notes.jobs.append(job)
+    for plan in job.plans[:1]:
+        notes.leave_out(names.get(name, name) for name in plan.prompt.left_out)

@@ -1,0 +1,170 @@
+"""What a request has the engine generate: its sequences, read whole or as they come; all is given back at the end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+
+from adapters.files.manifest import AdapterRecord
+from adapters.files.paths import without_root
+from service.api.admission.admission import Held
+from service.api.admission.sequences import Plan
+from service.api.generation.output_chunk import Piece
+from service.api.generation.sequence import SequenceRun
+from service.api.logprob_budget import HeldLogprobs
+from service.api.state import Services
+
+
+class Job:
+    """The sequences of one request: n for each prompt, in order of the choices' index, all submitted when built.
+
+    Takes over the lease and the places in the queue of `admitted`: each place is given back when its sequence ends, the
+    lease with the last, and all that is left by `close`. If it cannot be built, everything is given back at once.
+
+    is_streamed  the answer is read by `listen` and `poll`, not by `collect`
+    keeps_logprobs  a streamed answer repeats in the end all log probabilities that it had
+    """
+
+    def __init__(
+        self, services: Services, admitted: Held, is_streamed: bool = False, *, keeps_logprobs: bool = False
+    ) -> None:
+        self._target = admitted.target
+        self._base_digest = services.base_digest
+        self._admitted = admitted
+        self._closed = False
+        self._logprob_shares = services.logprobs
+        self._logprobs = HeldLogprobs(services.logprobs)
+        # Indices of the runs that have something to take, in the order in which they got it.
+        self._fresh: dict[int, None] = {}
+        self._listener: Callable[[], object] | None = None
+        self._ended = asyncio.Event()
+        self.plans = admitted.plans
+        self.runs: list[SequenceRun] = []
+        self._num_untold = len(self.plans)
+        if self._target.lease is not None:
+            services.used(self._target.name)
+        try:
+            for index, plan in enumerate(self.plans):
+                on_news = partial(self._note, index)
+                run = SequenceRun(
+                    services,
+                    admitted.tenant,
+                    self._target,
+                    plan,
+                    is_streamed=is_streamed,
+                    keeps_logprobs=keeps_logprobs or not is_streamed,
+                    logprobs=self._logprobs,
+                    on_news=on_news,
+                    on_end=partial(self._end_one, plan),
+                )
+                self.runs.append(run)
+        except BaseException:
+            self.close("error")
+            raise
+
+    @property
+    def name(self) -> str:
+        """What the caller calls the adapter that answers, or the base."""
+        return self._target.shown_name
+
+    @property
+    def full_name(self) -> str:
+        """What the log calls it: as the store does."""
+        return without_root(self._target.name)
+
+    @property
+    def adapter(self) -> str | None:
+        """The version of the adapter that answers, as the caller may ask for it, and its content; None for the base."""
+        record = self.record
+        return None if record is None else f"{self.name}@{record.version.number} sha256:{record.digest}"
+
+    @property
+    def record(self) -> AdapterRecord | None:
+        """The version of the adapter that answers, None for the base."""
+        return None if self._target.lease is None else self._target.lease.record
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with what answers: the digest of the base, and of the adapter if there is one."""
+        digest = self._target.digest
+        return f"fp_{self._base_digest}" if digest is None else f"fp_{self._base_digest}_{digest[:16]}"
+
+    @property
+    def num_completion_tokens(self) -> int:
+        """Tokens generated so far."""
+        return sum(run.timer.num_tokens for run in self.runs)
+
+    @property
+    def outcomes(self) -> list[str]:
+        """How the sequences that have ended did: stop, length, abort (the client went) or error."""
+        return [run.timer.outcome for run in self.runs if run.timer.outcome is not None]
+
+    @property
+    def first_token_seconds(self) -> float | None:
+        """From admission to the first token of any sequence."""
+        return min((run.timer.first_token_seconds or 0.0 for run in self.runs if run.timer.num_tokens), default=None)
+
+    async def collect(self) -> list[Piece]:
+        """The whole answers. The first failure ends all of them."""
+        while not all(run.is_over for run in self.runs) and not any(run.failure for run in self.runs):
+            self._ended.clear()
+            await self._ended.wait()
+        for run in self.runs:
+            if run.failure is not None:
+                raise run.failure
+        return [run.take() or Piece() for run in self.runs]
+
+    @property
+    def is_told(self) -> bool:
+        """Whether `poll` has given the last piece of each sequence."""
+        return not self._num_untold
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `poll` may have something to give or to raise."""
+        return bool(self._fresh)
+
+    def listen(self, listener: Callable[[], object]) -> None:
+        """Call `listener` whenever `poll` has something to give or to raise, now if it has already; it never raises."""
+        self._listener = listener
+        if self._fresh:
+            listener()
+
+    def poll(self) -> tuple[int, Piece] | None:
+        """(index of the choice, piece) of the sequence that has waited longest, None while there is nothing new.
+        Raises as `SequenceRun.take` does."""
+        while self._fresh:
+            index = next(iter(self._fresh))
+            del self._fresh[index]
+            piece = self.runs[index].take()
+            if piece is not None:
+                self._num_untold -= piece.finish_reason is not None
+                return index, piece
+        return None
+
+    def hand_over(self) -> Callable[[], None]:
+        """What the whole answer still holds in memory when the job is closed; call it when it has been sent."""
+        held, self._logprobs = self._logprobs, HeldLogprobs(self._logprob_shares)
+        return held.release
+
+    def close(self, outcome: str = "abort") -> None:
+        """Abort what still runs and give everything back; once is enough, more does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        for run in self.runs:
+            run.close(outcome)
+            run.forget_others()
+        self._listener = None
+        self._logprobs.release()
+        self._admitted.release()
+
+    def _note(self, index: int) -> None:
+        self._fresh[index] = None
+        if self._listener is not None:
+            self._listener()
+
+    def _end_one(self, plan: Plan, num_generated: int) -> None:
+        self._admitted.end_one(plan, num_generated)
+        self._ended.set()

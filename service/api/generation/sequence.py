@@ -1,0 +1,240 @@
+"""A sequence in flight: the engine's messages to text, stop strings and log probabilities.
+
+Messages are worked on when they come, not when somebody reads: a client that reads slowly, or not at all, holds neither
+a place nor an adapter when the engine is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from kernels.sampling.scored_token import ScoredToken
+from service.api.admission.model_resolution import Target
+from service.api.admission.sequences import Plan
+from service.api.errors import BadRequest, EngineFailed, NotReady
+from service.api.generation.output_chunk import Piece
+from service.api.logprob_budget import HeldLogprobs
+from service.api.metrics.metrics import SequenceTimer
+from service.api.state import Services
+from service.engine.ipc.messages import Finished, Submit, Tokens
+from service.engine.ipc.token_streams import EngineDied, NeverSent
+from service.tenants.limits import Tenant
+from service.text.detokenizer import detokenizer_of
+from service.text.stop_strings import StopStrings
+
+# Of a streamed sequence, most tokens and alternatives in log probabilities that wait for their client.
+MAX_WAITING_ENTRIES = 1 << 16
+_SHUT_DOWN = "The server was shut down before the answer was complete; ask another one."
+
+
+class SequenceRun:
+    """One sequence in the engine. Submitted when built; `take` what is new, `close` always.
+
+    is_streamed  whether what is new will be taken as it comes: then only so much may wait (`MAX_WAITING_ENTRIES`)
+    logprobs     what the request holds of them: those of this sequence from when they come until they are taken, and
+                 with `keeps_logprobs` until the request is over
+    on_news      called when there is something to take
+    on_end       called once with the number of tokens generated, when the engine is done with the sequence; before that
+                 `on_news`
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        tenant: Tenant,
+        target: Target,
+        plan: Plan,
+        *,
+        is_streamed: bool,
+        keeps_logprobs: bool,
+        logprobs: HeldLogprobs,
+        on_news: Callable[[], None],
+        on_end: Callable[[int], None],
+    ) -> None:
+        self._services = services
+        self._plan = plan
+        self._is_streamed, self._on_news, self._on_end = is_streamed, on_news, on_end
+        self._logprobs, self._keeps_logprobs, self._num_held_logprobs = logprobs, keeps_logprobs, 0
+        self._stop_token_ids = frozenset(plan.sampling.stop_token_ids)
+        self._forget_all()
+        self.is_over = self._was_taken = False
+        self.failure: Exception | None = None
+        self.timer = SequenceTimer(services.metrics, target.name, len(plan.prompt.token_ids))
+        prompt, start = plan.prompt.token_ids, target.start_in(plan.prompt.token_ids)
+        adapter = (None, {}) if start is None else (target.digest, target.adapter_rows)
+        self._messages = services.engine.submit(
+            Submit(
+                plan.request_id,
+                prompt,
+                plan.sampling,
+                *adapter,
+                tenant=tenant.name,
+                weight=tenant.limits.weight,
+                pooling=plan.pooling,
+                adapter_start=start or 0,
+            )
+        )
+        self._messages.listen(self._work, self._begin_anew)
+
+    def _forget_all(self) -> None:
+        """As if nothing had come."""
+        services, plan = self._services, self._plan
+        self._detokenizer = detokenizer_of(
+            services.tokenizer,
+            plan.prompt.token_ids,
+            skip_special_tokens=plan.skip_special_tokens,
+            seen_ids=plan.prompt.reading.seen_ids,
+        )
+        self._stop, self._has_stop = StopStrings(plan.stop), bool(plan.stop.stop)
+        self._num_chars = 0
+        # What nobody has taken yet. Its text is joined when it is taken: it may have thousands of parts.
+        self._waiting, self._texts, self._num_waiting, self._has_news = Piece(), list[str](), 0, False
+        self._drop_logprobs()
+
+    def _begin_anew(self) -> bool:
+        """See `service.api.engine_protocol.Messages.listen`."""
+        if self._was_taken or self.is_over:
+            return False
+        self._forget_all()
+        self.timer.begin_anew()
+        return True
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt."""
+        return len(self._plan.prompt.token_ids)
+
+    def take(self) -> Piece | None:
+        """What is new since the last call, None if nothing is; the last one has a finish_reason.
+
+        EngineFailed if the engine fails; NotReady if it never had the request, or the server shuts down; BadRequest if
+        too much waited; QueueFull if who pays for it may hold no more log probabilities.
+        """
+        if not self._has_news:
+            if self.failure is not None:
+                raise self.failure
+            return None
+        piece, texts = self._waiting, self._texts
+        self._waiting, self._texts, self._num_waiting, self._has_news = Piece(), [], 0, False
+        self._was_taken = True
+        if not self._keeps_logprobs:
+            self._drop_logprobs()
+        piece.text = "".join(texts)
+        if self.failure is not None:
+            self._on_news()
+        return piece
+
+    def close(self, outcome: str = "abort") -> None:
+        """Free what the engine still holds; does nothing for a sequence that has ended."""
+        if not self.is_over:
+            self.is_over = True
+            self._services.engine.abort(self._plan.request_id)
+            self.timer.end(outcome)
+            self._on_end(self.timer.num_tokens)
+
+    def forget_others(self) -> None:
+        """Of one that is closed, and that nobody asks any more: those who listened to it, and who it listened to. Left
+        to Python's collector, the circles of a few hundred requests that end together take it a tenth of a second."""
+        self._on_news = _nobody_listens
+        self._on_end = _nobody_listens
+        del self._messages
+
+    def _work(self) -> None:
+        """Take in what the engine has said."""
+        try:
+            while not self.is_over and (message := self._messages.poll()) is not None:
+                self._has_news = True
+                if isinstance(message, Finished):
+                    self._finish(message)
+                else:
+                    self._add_tokens(message)
+                if self._num_waiting > MAX_WAITING_ENTRIES and self._is_streamed:
+                    raise _too_much_waits()
+        except Exception as error:  # raised by `take`
+            self.failure = self._told(error)
+        outcome = "error" if self.failure is not None else self._waiting.finish_reason
+        if outcome is None and self.timer.num_tokens >= self._plan.sampling.max_tokens:
+            return  # the end follows at once, and is told with the last token
+        self._on_news()  # which may take what waits
+        if outcome is not None:
+            self.close(outcome)
+
+    def _told(self, error: Exception) -> Exception:
+        """What the client is told of an error."""
+        if not isinstance(error, EngineDied):
+            return error
+        if self._services.draining:
+            return NotReady(_SHUT_DOWN)
+        if isinstance(error, NeverSent):
+            return NotReady(f"{error} Send the request again later.")
+        return EngineFailed(f"{error} The request was lost; send it again.")
+
+    def _hold_logprobs(self, entries: Sequence[ScoredToken | None]) -> None:
+        """Count them before they are kept. QueueFull."""
+        count = sum(1 + len(entry.top) for entry in entries if entry is not None)
+        self._logprobs.take(count)
+        self._num_held_logprobs += count
+
+    def _drop_logprobs(self) -> None:
+        self._logprobs.give_back(self._num_held_logprobs)
+        self._num_held_logprobs = 0
+
+    def _add_tokens(self, message: Tokens) -> None:
+        piece = self._waiting
+        if message.logprobs or message.prompt_logprobs:
+            self._hold_logprobs((*message.logprobs, *(message.prompt_logprobs or ())))
+        if message.prompt_logprobs is not None:
+            piece.prompt_logprobs = message.prompt_logprobs
+        for index, token_id in enumerate(message.token_ids):
+            piece.token_ids.append(token_id)
+            piece.text_offsets.append(self._num_chars)
+            self._num_waiting += 1
+            if message.logprobs:
+                piece.logprobs.append(message.logprobs[index])
+                self._num_waiting += len(message.logprobs[index].top)
+            self.timer.token()
+            # The token that ends the answer is counted, but is no part of its text unless that is asked for.
+            ends = token_id in self._stop_token_ids and self.timer.num_tokens > self._plan.sampling.min_tokens
+            if ends and not self._plan.include_stop:
+                continue
+            self._give(self._detokenizer.push(token_id))
+            if self._stop.matched is not None:
+                piece.finish_reason, piece.stop_reason = "stop", self._stop.matched
+                break
+
+    def _give(self, text: str) -> None:
+        """Text through the stop strings, of which none ends the text before `min_tokens`."""
+        self._num_chars += len(text)
+        if not self._has_stop:
+            self._texts.append(text)
+            return
+        given = self._stop.push(text, may_end=self.timer.num_tokens > self._plan.sampling.min_tokens)
+        self._texts.append(given + (self._stop.matched or "") if self._plan.include_stop else given)
+
+    def _finish(self, message: Finished) -> None:
+        if message.reason == "error":
+            if self._services.draining:
+                raise NotReady(_SHUT_DOWN)
+            sentence = message.error or "The engine failed on this request."
+            raise BadRequest(sentence) if message.client_fault else EngineFailed(sentence)
+        piece = self._waiting
+        self._give(self._detokenizer.finish())
+        piece.finish_reason, piece.pooled = message.reason, message.pooled
+        if self._stop.matched is not None:
+            piece.finish_reason, piece.stop_reason = "stop", self._stop.matched
+            return
+        self._texts.append(self._stop.finish())
+        ends = (*self._services.tokenizer.eos_token_ids, *self._plan.sampling.eos_token_ids)
+        if message.stop_token_id is not None and message.stop_token_id not in ends:
+            piece.stop_reason = message.stop_token_id
+
+
+def _nobody_listens(_num_tokens: int = 0) -> None:
+    """What is told to who is not there any more."""
+
+
+def _too_much_waits() -> BadRequest:
+    return BadRequest(
+        f"More than {MAX_WAITING_ENTRIES} tokens of the answer and alternatives to them waited to be read; "
+        "read the stream as it comes, or ask for fewer `logprobs`."
+    )

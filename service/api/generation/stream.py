@@ -1,0 +1,193 @@
+"""Answers that stream: what the sequences of a request bring, as events, to the last or until the client goes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, Protocol
+
+from fastapi.responses import Response
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
+
+from service.api.errors import HANDLED, error_body
+from service.api.generation.job import Job
+from service.api.generation.logprobs import cost_chars
+from service.api.generation.output_chunk import Piece
+from service.api.http.sse import DONE, encode_event
+from service.api.run_in_thread import off_loop
+from service.logs import LOGGER
+
+
+class Chunks(Protocol):
+    """How an answer is told: plain data, an event each, or the bytes of one."""
+
+    def first(self) -> Iterable[Any]:
+        """Before anything has come."""
+
+    def added(self, index: int, piece: Piece) -> Iterable[Any]:
+        """Of a piece of the choice `index`; what it costs grows with the piece's log probabilities."""
+
+    def last(self) -> Iterable[Any]:
+        """When all choices have ended."""
+
+
+class Connection(Protocol):
+    """What `service.api.http.protocol.Protocol` has for streams."""
+
+    @property
+    def takes_pieces(self) -> bool:
+        """Whether `write_pieces` may be called now."""
+
+    def write_pieces(self, pieces: Iterable[bytes]) -> None:
+        """Write pieces of the answer's body at once."""
+
+
+class EventStream(Response):
+    """The chunks of a job, then `last`; an error becomes an event of its own, since the status is sent by then.
+
+    The job is closed exactly once, however the stream ends; also if it never starts.
+
+    What the engine says is written by who brings it, without a turn of the response's task. The task does what may have
+    to wait: the beginning, the end, what is long, and all that comes while the client has not read what was written.
+
+    encode  a chunk, or what was told of an error, to an event
+    told    what is said of an error
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        job: Job,
+        chunks: Chunks,
+        *,
+        encode: Callable[[Any], bytes] = encode_event,
+        told: Callable[[Exception], Any] = error_body,
+        last: bytes = DONE,
+    ) -> None:
+        self._job, self._chunks = job, chunks
+        self._encode, self._told, self._last = encode, told, last
+        self.status_code, self.background = 200, None
+        self.init_headers({"Cache-Control": "no-cache"})
+        self._error: Exception | None = None
+        self._news = asyncio.Event()
+        self._is_gone = self._is_idle = False
+        # Of the task: what was polled but is long, and why polling failed.
+        self._long: tuple[int, Piece] | None = None
+        self._failure: Exception | None = None
+        self._connection: Connection | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer. ClientDisconnect where what is sent says that the client has gone."""
+        self._connection = scope.get("multilora.connection")
+        watching = asyncio.create_task(self._watch(receive))
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await self._tell_all(send)
+            if not self._is_gone:
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            self._is_idle = False
+            watching.cancel()
+            self._job.close()
+            if self._error is not None:
+                scope["multilora.notes"].failed(self._error)
+            await asyncio.gather(watching, return_exceptions=True)
+
+    async def _watch(self, receive: Receive) -> None:
+        """Until the client goes."""
+        try:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+        finally:
+            self._is_gone = True
+            self._news.set()
+
+    async def _tell_all(self, send: Send) -> None:
+        try:
+            await self._tell(send, self._chunks.first())
+            self._job.listen(self._take_news)
+            while not self._is_gone and not (self._job.is_told and self._long is None):
+                self._news.clear()
+                while not self._is_gone and (news := self._poll()) is not None:
+                    await self._tell(send, await self._added(*news))
+                if not self._job.is_told:
+                    self._is_idle = True
+                    await self._news.wait()
+                    self._is_idle = False
+            await self._end(send, self._chunks.last())
+        except ClientDisconnect:
+            raise
+        except Exception as error:
+            if not isinstance(error, HANDLED):
+                LOGGER.exception("A stream failed unexpectedly.")
+            self._error = error
+            await self._end(send, [self._told(error)])
+
+    def _take_news(self) -> None:
+        """Write what is new if that can be done at once; leave it to the task otherwise."""
+        connection = self._connection
+        if connection is None or not self._is_idle:
+            self._news.set()
+            return
+        self._is_idle = False
+        try:
+            self._is_idle = self._write_news(connection)
+        except Exception as error:
+            self._failure = error
+        if not self._is_idle:
+            self._news.set()
+
+    def _write_news(self, connection: Connection) -> bool:
+        """Whether all that is new has been written, and more is to come."""
+        has_news = True
+        while has_news:
+            if not connection.takes_pieces:
+                return False
+            if (news := self._job.poll()) is not None:
+                index, piece = news
+                if piece.logprobs or piece.prompt_logprobs:
+                    self._long = news
+                    return False
+                connection.write_pieces(map(self._event, self._chunks.added(index, piece)))
+            has_news = self._job.has_news
+        return not self._job.is_told
+
+    def _poll(self) -> tuple[int, Piece] | None:
+        if self._failure is not None:
+            raise self._failure
+        if self._long is None:
+            return self._job.poll()
+        news, self._long = self._long, None
+        return news
+
+    async def _added(self, index: int, piece: Piece) -> Iterable[Any]:
+        chunks = self._chunks.added(index, piece)
+        size_chars = cost_chars([piece])
+        return await off_loop(partial(list, chunks), size_chars=size_chars) if size_chars else chunks
+
+    async def _tell(self, send: Send, chunks: Iterable[Any]) -> None:
+        for chunk in chunks:
+            await self._write(send, self._event(chunk))
+
+    async def _end(self, send: Send, chunks: Iterable[Any]) -> None:
+        """Tell the last chunks and that there are no more, in one write if that can be done at once."""
+        events = [*map(self._event, chunks), *filter(None, [self._last])]
+        if not self._is_gone and self._connection is not None and self._connection.takes_pieces:
+            self._connection.write_pieces(events)
+            return
+        for event in events:
+            await self._write(send, event)
+
+    def _event(self, chunk: Any) -> bytes:
+        return chunk if isinstance(chunk, bytes) else self._encode(chunk)
+
+    async def _write(self, send: Send, event: bytes) -> None:
+        if self._is_gone:
+            return
+        try:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        except OSError as error:
+            raise ClientDisconnect from error

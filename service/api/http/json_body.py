@@ -1,0 +1,198 @@
+"""JSON bodies: what they may cost is known before they are parsed, and large ones hold up nobody.
+
+Small bodies take FastAPI's way, in the event loop; their size bounds what they cost.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+import sys
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ValidationError
+
+from adapters import chunked_json
+from adapters.quota import Shares
+from service.api.errors import BodyTooLarge, QueueFull
+from service.api.schema.error_messages import bad_request
+from service.api.schema.query import refuse_query
+from service.api.threads import in_turn
+from service.fairness.thread_pool import FairPool
+
+# Larger ones are parsed and validated in a thread.
+LARGE_BODY_BYTES = 1 << 14
+# Of one body. An object or list takes a few hundred bytes once parsed, and as much again as part of a model; a text or
+# number up to a hundred. Python's allocator may keep the most that was ever in use: small objects that live on pin
+# pieces of 1 MiB. 60,000 messages took 67 MiB more of them than an idle server, as many as there may be now take 15.
+# Histories of some thousand messages with parts and calls have a few lists and objects for each.
+MAX_CONTAINERS = 1 << 14
+MAX_STRINGS = 1 << 18
+MAX_VALUES = (1 << 20) + (1 << 16)
+# Looked at in one piece: a regular expression keeps Python's lock while it runs.
+_WINDOW_BYTES = 1 << 18
+_INSIDE_STRING = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
+_QUOTE, _BACKSLASH = b'"'[0], b"\\"[0]
+# A payer may have so much of its bodies read whatever others hold. Payers have connections, which bounds their number.
+ALWAYS_BYTES = 1 << 16
+# One after the other, since parsed they take many times their size; in pieces, so that Python's lock is kept briefly.
+LARGE_BODIES = FairPool(1, "large-body")
+
+
+class BodyBudget:
+    """The bytes of all bodies that are in memory and not yet parsed, divided as `Shares` are.
+
+    most_of_one_bytes  of one payer alone; all together hold twice as much, and as much again of small ones
+    always_bytes       what each payer may hold whatever others do
+    """
+
+    def __init__(self, most_of_one_bytes: int, always_bytes: int = 0) -> None:
+        self._shares = Shares(most_of_one_bytes, small=most_of_one_bytes // 32, always=always_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        """What is held now."""
+        return self._shares.num_held
+
+    def take(self, payer: str, num_bytes: int) -> None:
+        """QueueFull if the payer may not have so many more."""
+        if not self._shares.take(payer, num_bytes):
+            raise QueueFull(
+                f"The requests that are being read hold {self.num_bytes} bytes, of which you have "
+                f"{self._shares.held_by(payer)}; a client gets as much as it leaves free for others, at most "
+                f"{self._shares.most_of_one}; send this one again later.",
+                headers={"Retry-After": "1"},
+            )
+
+    def give_back(self, payer: str, num_bytes: int) -> None:
+        """They are parsed, or thrown away."""
+        self._shares.give_back(payer, num_bytes)
+
+
+class JsonRoute(APIRoute):
+    """A route whose body is one of `schemas`, bounded as this module says, and says all: a query is refused."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """FastAPI's, with bodies that parse and validate themselves."""
+        handle = super().get_route_handler()
+        model = None if self.body_field is None else self.body_field.field_info.annotation
+
+        async def handle_bounded(request: Request) -> Response:
+            if isinstance(model, type) and issubclass(model, BaseModel):
+                refuse_query(request)
+                request = _JsonRequest(request.scope, request.receive, model)
+            return await handle(request)
+
+        return handle_bounded
+
+
+class _JsonRequest(Request):
+    """A request whose `json` is plain data, or, where the body is large, the validated model itself: pydantic takes it
+    as it is."""
+
+    def __init__(self, scope: Any, receive: Any, model: type[BaseModel]) -> None:
+        super().__init__(scope, receive)
+        self._model = model
+
+    async def json(self) -> Any:
+        body = await self.body()
+        try:
+            if len(body) <= LARGE_BODY_BYTES:
+                return _parsed(body, _loads)
+            return await in_turn(_validated, self._model, body, pool=LARGE_BODIES)
+        finally:
+            # Nobody reads it again, and an answer may take minutes.
+            self._body = b""
+            self.scope["multilora.forget_body"]()
+
+
+def _loads(text: bytes) -> Any:
+    return json.loads(text.decode("utf-8", "surrogatepass"))
+
+
+def _loads_in_pieces(text: bytes) -> Any:
+    return chunked_json.parsed(text, _loads)
+
+
+def _parsed(body: bytes, loads: Callable[[bytes], Any]) -> Any:
+    """JSONDecodeError for all that cannot be parsed, whose message says why."""
+    try:
+        return loads(body.removeprefix(codecs.BOM_UTF8))
+    except UnicodeDecodeError as error:
+        raise json.JSONDecodeError("it is not in UTF-8", "", error.start) from error
+    except RecursionError as error:
+        raise json.JSONDecodeError("its lists and objects are nested too deeply", "", 0) from error
+    except json.JSONDecodeError:
+        raise
+    except ValueError as error:  # Python's bound on the time that a number takes
+        most = sys.get_int_max_str_digits()
+        raise json.JSONDecodeError(f"a number has more than {most} digits", "", 0) from error
+
+
+def _validated(model: type[BaseModel], body: bytes) -> BaseModel:
+    check_counts(body)
+    try:
+        return model.model_validate(_parsed(body, _loads_in_pieces))
+    except ValidationError as error:
+        refusal = bad_request(error.errors())
+    # Behind the handler: what is raised in it has pydantic's error as its context, which holds the body.
+    try:
+        raise refusal
+    finally:
+        del refusal
+
+
+def check_counts(body: bytes) -> None:
+    """BodyTooLarge for a body that holds more lists, objects, texts or values than one may have; whether it is JSON is
+    not looked at. What is inside of texts does not count."""
+    num_quotes = body.count(b'"')
+    if (
+        num_quotes <= 2 * MAX_STRINGS
+        and body.count(b"[") + body.count(b"{") <= MAX_CONTAINERS
+        and body.count(b",") <= MAX_VALUES
+    ):
+        return
+    # Texts have two quotes without a backslash before them, at least: this needs no look at each of them.
+    _bound(num_quotes - body.count(b'\\"'), 2 * MAX_STRINGS + 1, MAX_STRINGS, "texts")
+    containers = commas = num_strings = at = 0
+    while at < len(body):
+        window_end = min(at + _WINDOW_BYTES, len(body))
+        quote = body.find(b'"', at, window_end)
+        end = quote if quote >= 0 else window_end
+        containers += body.count(b"[", at, end) + body.count(b"{", at, end)
+        commas += body.count(b",", at, end)
+        num_strings += quote >= 0
+        _bound(containers, MAX_CONTAINERS, MAX_CONTAINERS, "lists and objects")
+        _bound(num_strings, MAX_STRINGS, MAX_STRINGS, "texts")
+        _bound(commas, MAX_VALUES, MAX_VALUES, "values")
+        at = end if quote < 0 else _end_of_string(body, quote + 1)
+
+
+def check_inner_counts(texts: Sequence[str]) -> None:
+    """The same for texts of a body that are JSON by themselves and will be parsed, all together; here what is inside of
+    their own texts counts."""
+    containers, commas = (sum(text.count(char) for text in texts for char in chars) for chars in ("[{", ","))
+    _bound(containers, MAX_CONTAINERS, MAX_CONTAINERS, "lists and objects")
+    _bound(commas, MAX_VALUES, MAX_VALUES, "values")
+
+
+def _bound(count: int, most: int, limit: int, what: str) -> None:
+    if count > most:
+        raise BodyTooLarge(f"The body holds more than {limit} {what}; send them in several requests.")
+
+
+def _end_of_string(body: bytes, at: int) -> int:
+    """Where the text that has begun before `at` has ended."""
+    while at < len(body):
+        match = _INSIDE_STRING.match(body, at, at + _WINDOW_BYTES)
+        assert match is not None, "it matches nothing, too"
+        at = match.end()
+        if at < len(body) and body[at] == _QUOTE:
+            return at + 1
+        if at == len(body) - 1 and body[at] == _BACKSLASH:
+            break
+    return len(body)

@@ -1,0 +1,42 @@
+"""Log probabilities that are in memory until their client has them, divided among who pays: 0.5 KB each."""
+
+from __future__ import annotations
+
+from adapters.quota import Shares
+from service.api.errors import QueueFull
+from service.fairness.client_identity import PAYER
+
+
+def logprob_shares(most_of_one: int) -> Shares:
+    """The log probabilities of all answers, alternatives included. most_of_one: of one payer alone."""
+    return Shares(most_of_one, small=most_of_one // 256)
+
+
+class HeldLogprobs:
+    """Those of one request; they are who pays for it who makes it."""
+
+    def __init__(self, shares: Shares) -> None:
+        self._shares, self._payer = shares, PAYER.get()
+        self._num_held = 0
+
+    def take(self, count: int) -> None:
+        """So many more are about to be kept. QueueFull if the payer may not have them."""
+        if not self._shares.take(self._payer, count):
+            raise QueueFull(
+                f"Answers that are not sent yet hold {self._shares.num_held} log probabilities, of which you have "
+                f"{self._shares.held_by(self._payer)}; a client gets as many as it leaves free for others, at most "
+                f"{self._shares.most_of_one}; send fewer of such requests at a time, lower `max_tokens` or the number "
+                "of alternatives, or read a stream.",
+                headers={"Retry-After": "1"},
+            )
+        self._num_held += count
+
+    def give_back(self, count: int) -> None:
+        """So many are gone, if they are not released yet."""
+        count = min(count, self._num_held)
+        self._num_held -= count
+        self._shares.give_back(self._payer, count)
+
+    def release(self) -> None:
+        """All are gone; once is enough, more does nothing."""
+        self.give_back(self._num_held)

@@ -1,0 +1,50 @@
+"""Places that requests take, so that none waits for long: beyond them one is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from adapters.quota import Shares
+from service.api.errors import QueueFull
+from service.fairness.client_identity import PAYER
+
+
+class Gate:
+    """Counts the sequences, or calls, that wait or run, so that a full queue answers at once instead of growing.
+
+    One payer alone may take all `limit` places. That keeps nobody out: see `Shares`; all together have at most twice
+    the limit.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._shares = Shares(limit)
+
+    @property
+    def num_open(self) -> int:
+        """Places that are taken."""
+        return self._shares.num_held
+
+    def enter(self, num_sequences: int, payer: str = "") -> None:
+        """Take places. QueueFull if the payer may not have all of them."""
+        if not self._shares.take(payer, num_sequences):
+            raise QueueFull(
+                f"{self.num_open} of {self.limit} places are taken and this request needs {num_sequences}; "
+                "send it again later, or fewer at a time.",
+                headers={"Retry-After": "1"},
+            )
+
+    def leave(self, num_sequences: int, payer: str = "") -> None:
+        """Give a payer's places back."""
+        self._shares.give_back(payer, num_sequences)
+
+    @contextmanager
+    def places(self, num_places: int = 1) -> Iterator[None]:
+        """Held inside by who pays for the request; all there are, if that is fewer. QueueFull if they are not free."""
+        payer, num_places = PAYER.get(), min(num_places, self.limit)
+        self.enter(num_places, payer)
+        try:
+            yield
+        finally:
+            self.leave(num_places, payer)

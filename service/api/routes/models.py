@@ -1,0 +1,114 @@
+"""GET /v1/models."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query, Request, Response
+from pydantic import Field
+
+from service.api.access.auth import caller_of, namespace_of
+from service.api.adapter_routes.listing import (
+    MOST_PER_PAGE,
+    Digits,
+    Filters,
+    FoundPage,
+    Listing,
+    listing,
+    page,
+    page_of_adapters,
+)
+from service.api.admission.model_resolution import resolve
+from service.api.openapi import errors
+from service.api.schema.answers import ModelCard, ModelList
+from service.api.schema.query import each_once, no_query
+from service.api.state import Services, services_of
+
+router = APIRouter(tags=["OpenAI"])
+
+# Of the base and of adapters that are no tenant's.
+_OPERATOR = "multilora"
+
+
+class ModelFilters(Filters):
+    limit: Digits = Field(MOST_PER_PAGE, ge=1, le=MOST_PER_PAGE, description="most models of a page, the base included")
+
+
+@router.get(
+    "/v1/models",
+    dependencies=[each_once],
+    response_model=ModelList,
+    responses=errors((400, 401, 429)),
+    summary="List the base and its adapters",
+)
+async def list_models(request: Request, filters: Annotated[ModelFilters, Query()]) -> Response:
+    """The base first, then the adapters by name, a page at a time: `has_more` says whether more follow after
+    `last_id`. Adapters have the base as `parent` and their digest as `root`."""
+    services = services_of(request)
+    base = services.settings.base_name
+    # The base comes before all adapters, whatever it is called.
+    has_base = not filters.after and not filters.are_given and base.startswith(filters.prefix)
+    if filters.after == base:
+        filters.after = ""
+    limit_tokens = _limit_tokens(services)
+    base_cards = [_base_card(services, limit_tokens)] * has_base
+
+    def build(found: FoundPage) -> dict[str, Any]:
+        cards = [
+            _adapter_card(
+                services, limit_tokens, namespace.shown_name(one.name), one.owner, one.digest, one.created_at_seconds
+            )
+            for one in found.rows
+        ]
+        return page(base_cards + cards, "id", has_more=found.has_more)
+
+    with services.calls.places():
+        if services.store is None:
+            return await listing(lambda: page(base_cards, "id", has_more=False))
+        namespace = namespace_of(request, services.store)
+        key = ("models", has_base, limit_tokens)
+        return await page_of_adapters(services, Listing(namespace, filters, filters.limit - has_base, key, None, build))
+
+
+@router.get(
+    "/v1/models/{model:adapter}",
+    dependencies=[no_query],
+    responses=errors((400, 401, 404, 500, 503)),
+    summary="One model",
+)
+async def get_model(request: Request, model: str) -> ModelCard:
+    """The card of the base or of an adapter, by any name that requests may use."""
+    services = services_of(request)
+    target = resolve(services, caller_of(request), model)
+    try:
+        if target.lease is None:
+            return ModelCard(**_base_card(services, _limit_tokens(services)))
+        record = target.lease.record
+        name = f"{target.shown_name}@{record.version.number}" if "@" in model else target.shown_name
+        made = record.version.created_at_seconds
+        return ModelCard(**_adapter_card(services, _limit_tokens(services), name, record.owner, record.digest, made))
+    finally:
+        target.release()
+
+
+def _base_card(services: Services, limit_tokens: int | None) -> dict[str, Any]:
+    name = services.settings.base_name
+    return _card(limit_tokens, id=name, created=services.started_at_seconds, root=name, parent=None)
+
+
+def _adapter_card(
+    services: Services, limit_tokens: int | None, name: str, owner: str, digest: str, created_at_seconds: float
+) -> dict[str, Any]:
+    fields = {"id": name, "created": int(created_at_seconds), "root": digest, "parent": services.settings.base_name}
+    return _card(limit_tokens, owned_by=owner or _OPERATOR, **fields)
+
+
+def _card(limit_tokens: int | None, *, owned_by: str = _OPERATOR, **fields: Any) -> dict[str, Any]:
+    """The fields of ModelCard."""
+    return {**fields, "object": "model", "owned_by": owned_by, "max_model_len": limit_tokens}
+
+
+def _limit_tokens(services: Services) -> int | None:
+    """Of a prompt with its answer; None while there is no engine."""
+    ready = services.engine.ready
+    return None if ready is None else ready.max_model_len_tokens

@@ -1,0 +1,172 @@
+"""POST /v1/responses: a chat in the shapes of OpenAI's Responses API, of which nothing is kept."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+from uuid import uuid4
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from service.api.access.auth import caller_of
+from service.api.admission.admission import Admitted, admit
+from service.api.admission.sampling import sampling_parameters
+from service.api.entry.request_log import note_job, notes_of
+from service.api.errors import ApiError, error_body
+from service.api.generation.output_chunk import Piece
+from service.api.generation.stream import EventStream
+from service.api.http.chunked_answers import json_answer
+from service.api.http.json_body import JsonRoute
+from service.api.http.sse import encode_typed_event, until_disconnect
+from service.api.openapi import GENERATION_ERRORS, streamed
+from service.api.routes.chat import ChatAnswer
+from service.api.routes.response_output import ResponseOutput
+from service.api.run_in_thread import off_loop
+from service.api.schema.requests import ChatRequest
+from service.api.schema.response_answers import ResponseObject
+from service.api.schema.responses import NAMES, ResponsesRequest, chat_of, renamed
+from service.api.state import Services, services_of
+
+router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
+
+
+@router.post(
+    "/v1/responses",
+    response_model=ResponseObject,
+    responses={**GENERATION_ERRORS, **streamed("ResponseEvent", ends_with_done=False)},
+    summary="Answer in the Responses API",
+)
+async def create_response(request: Request, body: ResponsesRequest) -> Response:
+    """Answer an input, with the base or an adapter. Nothing is stored: `store` is accepted and answered with false."""
+    services = services_of(request)
+    chat = await off_loop(lambda: chat_of(body), size_chars=body.num_chars)
+    try:
+        admitted = await until_disconnect(request, admit(services, caller_of(request), chat))
+    except ApiError as error:
+        raise renamed(error) from None
+    answer = ResponseAnswer(services, body, chat, admitted)
+    notes_of(request).leave_out(body.left_out)
+    note_job(request, answer.job, NAMES)
+    if body.stream:
+        return EventStream(answer.job, answer, encode=encode_typed_event, told=answer.failure_event, last=b"")
+    try:
+        return json_answer(await until_disconnect(request, answer.whole()), answer.job.hand_over())
+    finally:
+        answer.job.close()
+
+
+class ResponseAnswer:
+    """A running response and how its answer is written. Close `job` in the end."""
+
+    def __init__(self, services: Services, request: ResponsesRequest, chat: ChatRequest, admitted: Admitted) -> None:
+        self._defaults = services.sampling_defaults
+        self._request = request
+        self._chat = ChatAnswer(services, chat, admitted, keeps_logprobs=True)
+        self._output = ResponseOutput()
+        self._id, self._created = f"resp_{uuid4().hex}", int(time.time())
+        self._num_events = 0
+        self._status, self._usage = "completed", None
+        self.job = self._chat.job
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer in one piece."""
+        chat = await self._chat.whole()
+        choice = chat["choices"][0]
+        for _ in self._output.add(choice["message"], _logprobs(choice)):
+            pass
+        for _ in self._output.finish(_status(choice["finish_reason"])):
+            pass
+        return self._response(_status(choice["finish_reason"]), chat["usage"])
+
+    def first(self) -> Iterator[dict[str, Any]]:
+        """What is asked for, and that it has begun."""
+        for kind in ("created", "in_progress"):
+            yield self._numbered({"type": f"response.{kind}", "response": self._response("in_progress", None)})
+        yield from self._events(self._chat.first())
+
+    def added(self, index: int, piece: Piece) -> Iterator[dict[str, Any]]:
+        """The events of a piece, possibly none."""
+        yield from self._events(self._chat.chunks(index, piece))
+
+    def last(self) -> Iterator[dict[str, Any]]:
+        """The end of the last item, and the whole answer."""
+        yield from self._events(self._chat.last())
+        for event in self._output.finish(self._status):
+            yield self._numbered(event)
+        response = self._response(self._status, self._usage)
+        yield self._numbered({"type": f"response.{self._status}", "response": response})
+
+    def _events(self, chunks: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """The chat's chunks as this API tells them."""
+        for chunk in chunks:
+            self._usage = chunk.get("usage", self._usage)
+            for choice in chunk["choices"]:
+                for event in self._output.add(choice["delta"], _logprobs(choice)):
+                    yield self._numbered(event)
+                if choice["finish_reason"] is not None:
+                    self._status = _status(choice["finish_reason"])
+
+    def failure_event(self, error: Exception) -> dict[str, Any]:
+        """An error that ends the stream: as this API writes it, and under `error` as all others do, where its clients
+        look too."""
+        body = error_body(error)
+        told = {name: body["error"][name] for name in ("message", "param", "code")}
+        return self._numbered({"type": "error", **told, **body})
+
+    def _numbered(self, event: dict[str, Any]) -> dict[str, Any]:
+        self._num_events += 1
+        return {**event, "sequence_number": self._num_events - 1}
+
+    def _response(self, status: str, usage: dict[str, Any] | None) -> dict[str, Any]:
+        request = self._request
+        told = sampling_parameters(request, self._defaults)
+        text_format = (request.text.format if request.text is not None else None) or {"type": "text"}
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "completed_at": int(time.time()) if status != "in_progress" else None,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "metadata": request.metadata or {},
+            "model": self.job.name,
+            "output": list(self._output.items),
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
+            "service_tier": "default",
+            "store": False,
+            "system_fingerprint": self.job.fingerprint,
+            "temperature": told["temperature"],
+            "text": {"format": text_format, "verbosity": "medium"},
+            "tool_choice": request.tool_choice or "auto",
+            "tools": request.tools or [],
+            "top_logprobs": request.top_logprobs or 0,
+            "top_p": told["top_p"],
+            "truncation": "disabled",
+            "usage": None if usage is None else _usage(usage),
+        }
+
+
+def _status(finish_reason: str) -> str:
+    return "incomplete" if finish_reason == "length" else "completed"
+
+
+def _logprobs(choice: dict[str, Any]) -> list[Any]:
+    return choice["logprobs"]["content"] if choice.get("logprobs") else []
+
+
+def _usage(chat: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "input_tokens": chat["prompt_tokens"],
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": chat["completion_tokens"],
+        "output_tokens_details": chat["completion_tokens_details"],
+        "total_tokens": chat["total_tokens"],
+    }

@@ -1,0 +1,147 @@
+"""POST /tokenize and /detokenize, in vLLM's shapes."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request, Response
+from pydantic import BaseModel, Field
+
+from adapters.files.paths import DEFAULT_TEMPLATE
+from adapters.gil_lock import in_turns
+from service.api.access.auth import caller_of
+from service.api.adapter_routes.listing import listing
+from service.api.admission.lengths import MAX_TEXT_CHARS
+from service.api.admission.model_resolution import resolve
+from service.api.admission.prompts import Prompt, chat_prompt, encoded, templates_of
+from service.api.errors import BadRequest
+from service.api.http.chunked_answers import json_answer
+from service.api.http.json_body import JsonRoute
+from service.api.http.sse import until_disconnect
+from service.api.openapi import TEXT_ERRORS, errors
+from service.api.run_in_thread import LONG_TEXTS, off_loop
+from service.api.schema.answers import DetokenizeResponse, TokenizeResponse, TokenizerInfo
+from service.api.schema.requests import DetokenizeRequest, TokenizeRequest
+from service.api.state import Services, services_of
+from service.api.threads import in_turn
+from service.tenants.tenants import Caller
+from service.text.tokenizer import TextTokenizer
+
+router = APIRouter(tags=["text"], route_class=JsonRoute)
+
+# What older configs tell of the machine that wrote them.
+_PATHS = frozenset({"name_or_path", "tokenizer_file", "vocab_file", "merges_file", "special_tokens_map_file"})
+# What waits in a place of `Services.calls`: so is the memory of all calls together bounded.
+_CHARS_PER_PLACE = 1 << 16
+_TOKENS_PER_PLACE = 1 << 14
+
+
+@router.post(
+    "/tokenize",
+    response_model=TokenizeResponse,
+    responses=TEXT_ERRORS,
+    summary="Text or messages to token ids",
+)
+async def tokenize(request: Request, body: TokenizeRequest) -> Response:
+    """The token ids that a completion or chat request with this prompt or these messages would run."""
+    services = services_of(request)
+    with ExitStack() as held:
+        held.enter_context(services.calls.places(_num_places(_num_chars(body), _CHARS_PER_PLACE)))
+        prompt = await until_disconnect(request, _prompt(services, caller_of(request), body))
+        ready = services.engine.ready
+        answer = {
+            "tokens": list(prompt.token_ids),
+            "count": len(prompt.token_ids),
+            "max_model_len": None if ready is None else ready.max_model_len_tokens,
+            "token_strs": await _token_names(services, prompt) if body.return_token_strs else None,
+        }
+        return json_answer(answer, held.pop_all().close)
+
+
+def _num_places(size: int, size_per_place: int) -> int:
+    """As long a text as fits one place, or a part of one, for each."""
+    return 1 + size // size_per_place
+
+
+def _num_chars(body: TokenizeRequest) -> int:
+    return len(body.prompt or "") + sum(message.num_chars for message in body.messages or ())
+
+
+async def _token_names(services: Services, prompt: Prompt) -> list[str]:
+    """The tokens as the vocabulary spells them: as many look-ups as tokens, so off the loop where the text is long."""
+    work = lambda: [services.tokenizer.token_name(token_id) for token_id in prompt.token_ids]  # noqa: E731
+    return await off_loop(work, size_chars=len(prompt.text))
+
+
+async def _prompt(services: Services, caller: Caller, body: TokenizeRequest) -> Prompt:
+    target = resolve(services, caller, body.model)
+    try:
+        if body.messages is not None:
+            return await chat_prompt(services, target, body)
+        text = body.prompt or ""
+        if len(text) > MAX_TEXT_CHARS:
+            raise BadRequest(
+                f"`prompt` has {len(text)} characters; /tokenize takes {MAX_TEXT_CHARS}. Send it in parts.",
+                param="prompt",
+            )
+        special = body.add_special_tokens is None or body.add_special_tokens
+        return await off_loop(lambda: encoded(services, text, special=special), size_chars=len(text))
+    finally:
+        target.release()
+
+
+class _WhoseTokenizer(BaseModel, extra="forbid"):
+    model: str | None = Field(None, description="the base, or an adapter; default: the base")
+
+
+@router.get(
+    "/tokenizer_info",
+    response_model=TokenizerInfo,
+    responses=errors((400, 401, 404, 429, 500, 503)),
+    summary="A model's tokenizer",
+)
+async def tokenizer_info(request: Request, query: Annotated[_WhoseTokenizer, Query()]) -> Response:
+    """The model's tokenizer_config.json, with its special tokens as texts and its chat template, which of an adapter is
+    its own if it ships one: what clients need who count tokens and render chats by themselves, as lm-eval does."""
+    services = services_of(request)
+    target = resolve(services, caller_of(request), query.model)
+
+    def info() -> TokenizerInfo:
+        sources = {name: template.source for name, template in templates_of(services, target).items()}
+        return TokenizerInfo.model_validate(
+            {
+                **{name: value for name, value in services.tokenizer.config.items() if name not in _PATHS},
+                **services.tokenizer.special_tokens,
+                **target.changed_tokens,
+                "chat_template": sources.pop(DEFAULT_TEMPLATE, None),
+                "additional_chat_templates": sources,
+            }
+        )
+
+    try:
+        with services.calls.places():
+            return await listing(info)
+    finally:
+        target.release()
+
+
+@router.post("/detokenize", response_model=DetokenizeResponse, responses=TEXT_ERRORS, summary="Token ids to text")
+async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
+    """The text of token ids, special tokens included."""
+    services = services_of(request)
+    if body.model is not None:
+        resolve(services, caller_of(request), body.model).release()
+    with ExitStack() as held:
+        held.enter_context(services.calls.places(_num_places(len(body.tokens), _TOKENS_PER_PLACE)))
+        text = await in_turn(_text, services.tokenizer, body.tokens, pool=LONG_TEXTS)
+        return json_answer({"prompt": text}, held.pop_all().close)
+
+
+def _text(tokenizer: TextTokenizer, token_ids: list[int]) -> str:
+    starts = range(0, len(token_ids), _TOKENS_PER_PLACE)
+    highest = max(in_turns(max(token_ids[at : at + _TOKENS_PER_PLACE]) for at in starts), default=-1)
+    if highest >= tokenizer.vocab_size:
+        last = tokenizer.vocab_size - 1
+        raise BadRequest(f"`tokens` holds {highest}, but the vocabulary ends at {last}.", param="tokens")
+    return tokenizer.decode_in_pieces(token_ids)

@@ -1,0 +1,162 @@
+"""What the HTTP interface answers with: the JSON shapes of errors, models, tokens, embeddings and health. Beside it lie
+`generated_answers`, `response_answers` and `adapter_answers`; `service.api.schema.requests` has the shapes that it
+takes.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Response(BaseModel):
+    """Base of all answers; complete, so that clients can be generated from it."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class ErrorProblem(Response):
+    """A tensor or module that does not fit."""
+
+    name: str
+    reason: str
+
+
+class ErrorDetail(Response):
+    """OpenAI's error object; `problems` is complete when tensors of an upload do not bind."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+    problems: list[ErrorProblem] | None = None
+
+
+class ErrorResponse(Response):
+    """Every answer with a status of 400 or more."""
+
+    error: ErrorDetail
+
+
+class CompletionTokensDetails(Response):
+    """Of a chat's answers: `reasoning_tokens` are those of what the model thought."""
+
+    reasoning_tokens: int
+
+
+class Usage(Response):
+    """Token counts."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: None = None
+    completion_tokens_details: CompletionTokensDetails | None = None
+
+
+class Embedding(Response):
+    """Of one input: numbers, or float32 bytes in base64."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingUsage(Response):
+    """Token counts of embeddings."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(Response):
+    """Answer of POST /v1/embeddings: one for each input, in order."""
+
+    object: Literal["list"]
+    data: list[Embedding]
+    model: str
+    system_fingerprint: str
+    usage: EmbeddingUsage
+
+
+class ModelCard(Response):
+    """A name that `model` may take. `root` of an adapter is its digest."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    parent: str | None
+    max_model_len: int | None
+
+
+class ModelList(Response):
+    """A page of names; `last_id` is what `after` takes where more follow."""
+
+    object: Literal["list"]
+    data: list[ModelCard]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class TokenizeResponse(Response):
+    """Token ids of a prompt."""
+
+    tokens: list[int]
+    count: int
+    max_model_len: int | None
+    token_strs: list[str] | None = None
+
+
+class TokenizerInfo(Response):
+    """The fields of the model's tokenizer_config.json, whatever they are, and these."""
+
+    model_config = ConfigDict(extra="allow")
+
+    tokenizer_class: str | None = None
+    chat_template: str | None = None
+    additional_chat_templates: dict[str, str] = {}
+    bos_token: str | None = None
+    eos_token: str | None = None
+    pad_token: str | None = None
+
+
+class DetokenizeResponse(Response):
+    """Text of token ids."""
+
+    prompt: str
+
+
+class HealthResponse(Response):
+    """The process is up; `engine` tells how the engine is, and where there are several, `replicas` how each is. `store`
+    is there while the directory of the adapters is not, or cannot be written: what was uploaded is served."""
+
+    status: Literal["ok"]
+    engine: str
+    replicas: dict[str, str] | None = None
+    store: Literal["full", "unreachable", "read-only"] | None = None
+
+
+class LoadResponse(Response):
+    """Sequences that are admitted and have not ended."""
+
+    server_load: int
+
+
+class ReadyResponse(Response):
+    """The model is loaded and warm."""
+
+    status: Literal["ready"]
+    model: str
+
+
+class VersionResponse(Response):
+    """What runs here."""
+
+    version: str
+    model: str
+    dtype: str | None
+    device: str | None

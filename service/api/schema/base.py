@@ -1,0 +1,134 @@
+"""The base of all request bodies, with the bounds on what is wrong with one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
+from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, PydanticKnownError
+
+from adapters.gil_lock import in_turns
+from service.api.schema.unserved_fields import UnservedField
+
+MAX_FIELDS = 256  # of any object of a request
+_MAX_WHOLE = 2.0**53  # beyond it floats leave integers out
+
+# For every list that may be long: the first wrong item tells all that a client needs.
+FIRST = Field(fail_fast=True)
+# pydantic keeps Python's lock for a millisecond while it looks at so many.
+ITEMS_OF_A_PIECE = 1 << 14
+
+
+def value_fault(words: str) -> PydanticCustomError:
+    """For validators: what is wrong with the value that they look at.
+
+    Not a ValueError: pydantic's error would hold it where Python's collector does not look, and its traceback leads to
+    the body, and back to that error wherever it is on its way through a thread. Nothing of that was ever freed.
+    """
+    return PydanticCustomError("value_error", "{words}", {"words": words})
+
+
+def bounded(value: Any, most: int) -> Any:
+    """The value; a fault for an object of more than `most` items."""
+    if isinstance(value, dict) and len(value) > most:
+        raise value_fault(f"The object may have at most {most} items, and has {len(value)}")
+    return value
+
+
+def in_pieces(most: int | None = None) -> WrapValidator:
+    """Behind a list's other annotations: one that is longer than a piece is looked at in pieces, in turns at Python's
+    lock. Only large bodies hold such lists, and those are validated in threads.
+
+    most  its `max_length`, if it has one
+    """
+
+    def validate(value: Any, validate_list: ValidatorFunctionWrapHandler) -> Any:
+        if type(value) is not list or len(value) <= ITEMS_OF_A_PIECE:
+            return validate_list(value)
+        if most is not None and len(value) > most:
+            length = {"field_type": "List", "max_length": most, "actual_length": len(value)}
+            raise PydanticKnownError("too_long", length)
+        checked: list[Any] = []
+        for piece in in_turns(_pieces(value, validate_list)):
+            checked += piece
+        return checked
+
+    return WrapValidator(validate)
+
+
+def _pieces(value: list[Any], validate_list: ValidatorFunctionWrapHandler) -> Iterator[list[Any]]:
+    for start in range(0, len(value), ITEMS_OF_A_PIECE):
+        try:
+            piece = validate_list(value[start : start + ITEMS_OF_A_PIECE])
+        except ValidationError as error:
+            faults = [_moved(fault, start) for fault in error.errors(include_url=False)]
+        else:
+            yield piece
+            continue
+        raise ValidationError.from_exception_data("list", faults)
+
+
+def _moved(fault: Any, start: int) -> InitErrorDetails:
+    """The fault of an item of the list's piece, as one of the list's."""
+    first, *rest = fault["loc"]
+    details = InitErrorDetails(type=fault["type"], loc=(first + start, *rest), input=fault["input"])
+    return details | {"ctx": fault["ctx"]} if "ctx" in fault else details
+
+
+def field_error(field: str, sentence: str) -> PydanticCustomError:
+    """For validators of a whole object: what is wrong is this field of it, and the client is told this sentence."""
+    return PydanticCustomError("field", "{sentence}", {"field": field, "sentence": sentence})
+
+
+def _whole(value: Any) -> Any:
+    """1.0 as 1: to JSON both are the integer, and some clients' languages know floats alone."""
+    is_whole = isinstance(value, float) and value.is_integer() and abs(value) <= _MAX_WHOLE
+    return int(value) if is_whole else value
+
+
+class Request(BaseModel):
+    """Base of all request bodies: unknown fields, wrong types, NaN and infinity are refused.
+
+    What is wrong with a body is found in bounded time and memory, for pydantic keeps an error of every field and every
+    item: lists stop at the first (`FIRST`), and objects with too many fields are not looked at.
+
+    unserved  fields that are accepted while they ask for nothing, by name
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    unserved: ClassVar[Mapping[str, UnservedField]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _prepare(cls, value: Any) -> Any:
+        bounded(value, MAX_FIELDS)
+        if not isinstance(value, dict):
+            return value
+        value = {name: _whole(sent) for name, sent in value.items()}
+        rows = {name: row for name in value if (row := cls._unserved_field(name)) is not None}
+        for name, row in rows.items():
+            if row.asks(value[name]):
+                raise field_error(name, row.refusal)
+        return {name: sent for name, sent in value.items() if name not in rows}
+
+    @classmethod
+    def _unserved_field(cls, name: str) -> UnservedField | None:
+        return None if name in cls.model_fields else cls.unserved.get(name)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        schema = handler.resolve_ref_schema(handler(core_schema))
+        rows = {name: row.json_schema for name, row in cls.unserved.items() if cls._unserved_field(name)}
+        schema["properties"] = schema.get("properties", {}) | rows
+        return schema

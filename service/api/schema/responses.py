@@ -1,0 +1,265 @@
+"""The body of POST /v1/responses, and the chat that it asks for.
+
+A response is a chat with other names, so that what chats can do, responses can: a request becomes a `ChatRequest`, and
+what is wrong with that is told in the names that the client knows.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, ValidationError, model_validator
+
+from service.api.errors import ApiError, BadRequest, quoted
+from service.api.run_in_thread import LONG_TEXT_CHARS
+from service.api.schema.base import FIRST, Request, field_error
+from service.api.schema.chat_messages import TemplateVariables, TextPart
+from service.api.schema.error_messages import bad_request
+from service.api.schema.requests import ChatRequest, Decoding
+from service.api.schema.unserved_fields import (
+    RESPONSE_FIELDS,
+    RESPONSE_REASONING_FIELDS,
+    RESPONSE_TEXT_FIELDS,
+    STREAM_FIELDS,
+)
+from service.grammars.json_size import least_chars
+
+_Texts = str | Annotated[list[TextPart], FIRST]
+# What an item of a type cannot be without.
+_NEEDED = {
+    "message": ("role", "content"),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+    "reasoning": (),
+}
+_LOGPROBS = "message.output_text.logprobs"
+# An answer may be sent back as it is: what else it could hold is never there.
+_NOTHING_TO_INCLUDE = "reasoning.encrypted_content"
+# Of a chat's fields, what a client of this API calls them.
+NAMES = {
+    "response_format.json_schema": "text.format",
+    "response_format": "text.format",
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
+    "tool_choice.allowed_tools": "tool_choice",
+}
+
+
+# What is nested in the tools of chats, and is not here.
+_NESTED = re.compile(r"\b(tools\[\d+\]|tool_choice)\.function\b(?=\.)")
+
+
+class InputItem(Request):
+    """One item of the conversation so far, which is the client's own: keys that are not listed here are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] | None = None
+    role: Literal["system", "developer", "user", "assistant"] | None = None
+    content: _Texts | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = Field(None, description="JSON, as text")
+    output: _Texts | None = Field(None, description="what the function gave back")
+
+    @model_validator(mode="after")
+    def _check_type(self) -> InputItem:
+        kind = self.type or "message"
+        for field in _NEEDED[kind]:
+            if getattr(self, field) is None:
+                raise field_error(field, f"`{field}` is missing from an item of type '{kind}'; send it.")
+        return self
+
+    @property
+    def num_chars(self) -> int:
+        """About the characters that become a message."""
+        return len(_joined(self.content)) + len(_joined(self.output)) + len(self.arguments or "")
+
+
+class ResponseStreamOptions(Request):
+    """Options of a streamed response."""
+
+    unserved = STREAM_FIELDS
+
+
+class ReasoningOptions(Request):
+    """How much to think."""
+
+    unserved = RESPONSE_REASONING_FIELDS
+
+    effort: str | None = Field(None, description="the chat template's `reasoning_effort`")
+    summary: Literal["auto", "concise", "detailed"] | None = Field(
+        None, description="left out: thoughts come as they are"
+    )
+    generate_summary: Literal["auto", "concise", "detailed"] | None = Field(None, description="as `summary`")
+
+
+class TextOptions(Request):
+    """What the text of the answer is."""
+
+    unserved = RESPONSE_TEXT_FIELDS
+
+    format: dict[str, Any] | None = Field(None, description="a `response_format` of chats, written flat")
+
+
+class ResponsesRequest(Decoding):
+    """Body of POST /v1/responses. Nothing is kept: a conversation is sent whole, as `input`."""
+
+    unserved = RESPONSE_FIELDS
+
+    input: str | Annotated[list[InputItem], Field(min_length=1), FIRST] = Field(
+        description="a text, or the conversation so far: messages, function calls and what these gave back"
+    )
+    instructions: str | None = Field(None, description="a system message before the input")
+    max_output_tokens: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="most tokens of the answer; default: what the context has left"
+    )
+    stream: bool | None = Field(None, description="answer with server-sent events")
+    stream_options: ResponseStreamOptions | None = Field(None, description="only with `stream`")
+    text: TextOptions | None = Field(None, description="`format` of the answer")
+    reasoning: ReasoningOptions | None = Field(None, description="`effort`, for chat templates that take it")
+    tools: list[dict[str, Any]] | None = Field(None, description="those of chats, written flat")
+    tool_choice: str | dict[str, Any] | None = Field(None, description="that of chats, written flat")
+    parallel_tool_calls: bool | None = Field(None, description="as in chats")
+    include: Annotated[list[str], FIRST] | None = Field(
+        None, description=f"`{_LOGPROBS}`: log probabilities of the answer's tokens"
+    )
+    top_logprobs: Annotated[int, Field(ge=-1)] | None = Field(
+        None, description="alternatives for each token, with log probabilities"
+    )
+    client_metadata: dict[str, Any] | None = Field(None, description="left out: what the client says of itself")
+    metadata: Annotated[dict[str, str], Field(max_length=16)] | None = Field(None, description="given back as it is")
+    chat_template_kwargs: TemplateVariables = Field(None, description="variables for the chat template")
+    chat_template_name: str | None = Field(
+        None, max_length=64, description="which of the model's named chat templates; default: as in chats"
+    )
+
+    @model_validator(mode="after")
+    def _check_include(self) -> ResponsesRequest:
+        for index, name in enumerate(self.include or ()):
+            if name not in (_LOGPROBS, _NOTHING_TO_INCLUDE):
+                sentence = f"`include` names {quoted(name)!r}, which no answer of this server has; leave it out."
+                raise field_error(f"include[{index}]", sentence)
+        return self
+
+    @property
+    def left_out(self) -> list[str]:
+        """Fields that are accepted and that answers do without, beside those of the chat."""
+        names = ["client_metadata"] if self.client_metadata else []
+        for name in ("summary", "generate_summary"):
+            if getattr(self.reasoning, name, None) is not None:
+                names.append(f"reasoning.{name}")
+        return names
+
+    @property
+    def num_chars(self) -> int:
+        """About the characters that become a chat, or enough of them for `off_loop` to leave the loop."""
+        said = len(self.input) if isinstance(self.input, str) else sum(item.num_chars + 50 for item in self.input)
+        form = None if self.text is None else self.text.format
+        other = [self.tools, self.tool_choice, self.chat_template_kwargs, form]
+        return said + len(self.instructions or "") + least_chars(other, LONG_TEXT_CHARS)
+
+
+def chat_of(request: ResponsesRequest) -> ChatRequest:
+    """The chat that the request asks for. ApiError names the client's own field where something is wrong."""
+    fields: dict[str, Any] = {
+        name: getattr(request, name) for name in request.model_fields_set & Decoding.model_fields.keys()
+    }
+    same = (
+        *("stream", "tools", "tool_choice", "parallel_tool_calls", "top_logprobs"),
+        *("chat_template_kwargs", "chat_template_name"),
+    )
+    fields |= {name: getattr(request, name) for name in same if getattr(request, name) is not None}
+    fields["messages"] = _messages(request)
+    fields["max_completion_tokens"] = request.max_output_tokens
+    fields["reasoning_effort"] = request.reasoning.effort if request.reasoning is not None else None
+    fields["logprobs"] = bool(request.top_logprobs) or _LOGPROBS in (request.include or ())
+    if request.stream:
+        fields["stream_options"] = {"include_usage": True}
+    if request.text is not None and request.text.format is not None:
+        fields["response_format"] = _nested(request.text.format, "json_schema")
+    if request.tools:
+        fields["tools"] = [_nested(tool, "function") for tool in request.tools]
+    if isinstance(request.tool_choice, dict):
+        fields["tool_choice"] = _nested_choice(request.tool_choice)
+    try:
+        return ChatRequest.model_validate(fields)
+    except ValidationError as error:
+        raise renamed(bad_request(error.errors())) from None
+
+
+def renamed(error: ApiError) -> ApiError:
+    """What is wrong with the chat, told of the response's fields."""
+    message, param = error.message, error.param or ""
+    for ours, theirs in NAMES.items():
+        message = re.sub(rf"`{re.escape(ours)}(?=[`.[])", f"`{theirs}", message)
+        if param.startswith(ours):
+            # The messages are not the items: calls of functions are part of one.
+            param = theirs if ours == "messages" else theirs + param[len(ours) :]
+    message, param = (_NESTED.sub(r"\1", text) for text in (message, param))
+    if not isinstance(error, BadRequest) or (message, param) == (error.message, error.param):
+        return error
+    return BadRequest(message, param=param or None, headers=error.headers)
+
+
+def _nested(flat: dict[str, Any], kind: str) -> dict[str, Any]:
+    """{"type": kind, ...} as chats have it: all but the type one level deeper. Other types are left for the chat to
+    accept or refuse."""
+    if flat.get("type") != kind or kind in flat:
+        return flat
+    return {"type": kind, kind: {name: value for name, value in flat.items() if name != "type"}}
+
+
+def _nested_choice(flat: dict[str, Any]) -> dict[str, Any]:
+    """A choice of tools as chats have it, the tools that it allows too."""
+    tools = flat.get("tools")
+    if flat.get("type") == "allowed_tools" and isinstance(tools, list):
+        flat = {**flat, "tools": [_nested(tool, "function") if isinstance(tool, dict) else tool for tool in tools]}
+    return _nested(_nested(flat, "function"), "allowed_tools")
+
+
+def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
+    """The conversation as a chat has it: what the assistant thought, said and called one after the other is one
+    message."""
+    messages: list[dict[str, Any]] = []
+    if request.instructions is not None:
+        messages.append({"role": "system", "content": request.instructions})
+    if isinstance(request.input, str):
+        return [*messages, {"role": "user", "content": request.input}]
+    for item in request.input:
+        if item.type == "function_call_output":
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _joined(item.output)})
+        elif item.type in ("function_call", "reasoning") or item.role == "assistant":
+            _add_to_answer(messages, item)
+        else:
+            content = item.content
+            parts = content if isinstance(content, str) else [part.model_dump() for part in content or ()]
+            messages.append({"role": item.role, "content": parts})
+    # Pieces until now: added to a text one by one, each would copy all before it.
+    for answer in messages:
+        for name in ("content", "reasoning_content"):
+            if answer["role"] == "assistant" and answer.get(name) is not None:
+                answer[name] = "".join(answer[name])
+    return messages
+
+
+def _add_to_answer(messages: list[dict[str, Any]], item: InputItem) -> None:
+    """Add to what the assistant said last, or begin with it if it was another's turn; texts as lists of pieces."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": None})
+    answer = messages[-1]
+    if item.type == "function_call":
+        call = {"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}}
+        answer.setdefault("tool_calls", []).append(call)
+    elif item.type == "reasoning":
+        answer.setdefault("reasoning_content", []).append(_joined(item.content))
+    elif answer["content"] is None:
+        answer["content"] = [_joined(item.content)]
+    else:
+        answer["content"].append(_joined(item.content))
+
+
+def _joined(texts: str | list[TextPart] | None) -> str:
+    return texts if isinstance(texts, str) else "".join(part.said for part in texts or ())

@@ -1,0 +1,218 @@
+"""The tools that a chat may call, as requests define them, and what of them a chat template sees."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator
+
+from service.api.schema.base import FIRST, Request, field_error, value_fault
+from service.api.schema.unserved_fields import TOOL_FIELDS
+from service.grammars.json_size import least_chars
+
+# OpenAI's figure.
+MAX_TOOLS = 128
+# Of all definitions together, as JSON: the template writes them into the prompt, and grammars are made of them.
+MAX_TOOLS_CHARS = 1 << 18
+# Of a tool's parameters.
+MAX_SCHEMA_DEPTH = 64
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+_NO_SUCH_TOOL = "`tool_choice` names a function that is not among the `tools`."
+_NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+
+
+class FunctionDefinition(Request):
+    """What a tool is called with."""
+
+    unserved = TOOL_FIELDS
+
+    name: Name = Field(description="letters, digits, `_`, `-` and `.`, up to 64 of them")
+    description: str | None = Field(None, description="what it does, for the model")
+    parameters: dict[str, Any] | None = Field(None, description="JSON schema of an object; default: no parameters")
+    strict: bool | None = Field(None, description="hold the model to the schema wherever it calls this tool")
+
+    @field_validator("parameters")
+    @classmethod
+    def _check_parameters(cls, parameters: dict[str, Any] | None) -> dict[str, Any] | None:
+        if parameters is None:
+            return None
+        if parameters.get("type", "object") != "object":
+            raise value_fault('must be the JSON schema of an object, with `type`: "object"')
+        properties = parameters.get("properties", {})
+        if not isinstance(properties, dict) or not all(isinstance(one, dict | bool) for one in properties.values()):
+            raise value_fault("must be a JSON schema whose `properties` is an object of schemas")
+        required = parameters.get("required", [])
+        if not isinstance(required, list) or not all(isinstance(one, str) for one in required):
+            raise value_fault("must be a JSON schema whose `required` is a list of names")
+        level: list[Any] = [parameters]
+        for _ in range(MAX_SCHEMA_DEPTH):
+            level = [inner for value in level for inner in _inner(value)]
+            if not level:
+                return parameters
+        raise value_fault(f"may be nested up to {MAX_SCHEMA_DEPTH} levels deep")
+
+
+class Tool(Request):
+    """A function that the client runs when the model calls it."""
+
+    unserved = TOOL_FIELDS
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+    @property
+    def schema_of_arguments(self) -> dict[str, Any]:
+        """JSON schema of the object that it is called with."""
+        return self.function.parameters if self.function.parameters else _NO_PARAMETERS
+
+    def for_template(self) -> dict[str, Any]:
+        """Plain data as templates know it, its keys in the order in which transformers writes them."""
+        described = {} if self.function.description is None else {"description": self.function.description}
+        function = {"name": self.function.name, **described, "parameters": self.schema_of_arguments}
+        return {"type": "function", "function": function}
+
+
+class OtherTool(Request):
+    """A tool of a type that this server does not run, such as `web_search`, `custom` or `namespace`: the model is not
+    told of it, and a header of the answer names it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str = Field(description="anything but `function`")
+
+
+class NamedFunction(Request):
+    """The name of a tool."""
+
+    name: str
+
+
+class NamedTool(Request):
+    """The one tool that the model must call."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class AllowedTools(Request):
+    """The tools that the model may call, of those that it is told of."""
+
+    mode: Literal["auto", "required"] = Field(description="whether it may answer without a call, or must call one")
+    tools: Annotated[list[NamedTool], FIRST, Field(min_length=1, max_length=MAX_TOOLS)]
+
+
+class AllowedToolsChoice(Request):
+    """A choice among some of the tools, which leaves the prompt as all of them make it."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+    @property
+    def names(self) -> set[str]:
+        """Of the tools that may be called."""
+        return {tool.function.name for tool in self.allowed_tools.tools}
+
+
+# In pydantic's paths, which do not tell it to clients: what is no choice among some of the tools.
+PLAIN_CHOICE = "none|auto|required|function"
+
+
+def _kind_of_choice(choice: Any) -> str:
+    kind = choice.get("type") if isinstance(choice, dict) else getattr(choice, "type", None)
+    return "allowed_tools" if kind == "allowed_tools" else PLAIN_CHOICE
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"] | NamedTool, Tag(PLAIN_CHOICE)]
+    | Annotated[AllowedToolsChoice, Tag("allowed_tools")],
+    Discriminator(_kind_of_choice),
+]
+# In pydantic's paths, as above.
+TOOL_TAGS = ("function tool", "other tool")
+_TYPE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
+# What only a function has: a tool with one of these is one, whatever type it says.
+_OF_FUNCTIONS = ("function", "parameters")
+
+
+def _kind_of_tool(tool: Any) -> str:
+    if isinstance(tool, OtherTool):
+        return TOOL_TAGS[1]
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    is_other = isinstance(kind, str) and kind != "function" and _TYPE.fullmatch(kind) is not None
+    return TOOL_TAGS[is_other and not any(name in tool for name in _OF_FUNCTIONS)]
+
+
+AnyTool = Annotated[
+    Annotated[Tool, Tag(TOOL_TAGS[0])] | Annotated[OtherTool, Tag(TOOL_TAGS[1])], Discriminator(_kind_of_tool)
+]
+ToolList = Annotated[list[AnyTool], FIRST]
+
+
+def functions_of(tools: Sequence[Tool | OtherTool] | None) -> list[Tool]:
+    """Those that the model can be told of."""
+    return [tool for tool in tools or () if isinstance(tool, Tool)]
+
+
+def check_tools(given: Sequence[Tool | OtherTool]) -> None:
+    """A fault of the field `tools` for too many, too long ones, or two of one name."""
+    if len(given) > MAX_TOOLS:
+        raise field_error("tools", f"`tools` has {len(given)} tools; this server takes {MAX_TOOLS}.")
+    tools = functions_of(given)
+    least = least_chars([tool.for_template() for tool in tools], MAX_TOOLS_CHARS)
+    if least > MAX_TOOLS_CHARS:
+        raise field_error("tools", f"`tools` has at least {least} characters; this server takes {MAX_TOOLS_CHARS}.")
+    try:
+        num_chars = tools_chars(tools)
+    except ValueError:
+        raise field_error("tools", "`tools` holds NaN or infinity, which are none of JSON's numbers.") from None
+    if num_chars > MAX_TOOLS_CHARS:
+        raise field_error("tools", f"`tools` has {num_chars} characters; this server takes {MAX_TOOLS_CHARS}.")
+    names = [tool.function.name for tool in tools]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise field_error("tools", f"`tools` has two tools of the name '{twice}'; give each a name of its own.")
+
+
+def tools_chars(tools: list[Tool]) -> int:
+    """The characters of all definitions, as JSON."""
+    return sum(len(json.dumps(tool.for_template(), ensure_ascii=False, allow_nan=False)) for tool in tools)
+
+
+def check_tool_choice(choice: ToolChoice | None, given: Sequence[Tool | OtherTool] | None) -> None:
+    """A fault of the field `tool_choice` if it asks for a call where there is nothing to call."""
+    if choice is None or choice in ("none", "auto"):
+        return
+    tools = functions_of(given)
+    if not tools:
+        which = "`tools` of type `function`" if given else "`tools`"
+        raise field_error("tool_choice", f"`tool_choice` asks for a call, but there are no {which}; send some.")
+    if isinstance(choice, NamedTool) and choice.function.name not in {tool.function.name for tool in tools}:
+        raise field_error("tool_choice", _NO_SUCH_TOOL)
+    if isinstance(choice, AllowedToolsChoice) and choice.names - {tool.function.name for tool in tools}:
+        raise field_error("tool_choice", _NO_SUCH_TOOL)
+
+
+def may_skip_calls(choice: ToolChoice | None) -> bool:
+    """Whether the model chooses to call or to answer in words."""
+    if isinstance(choice, AllowedToolsChoice):
+        return choice.allowed_tools.mode == "auto"
+    return choice in (None, "auto")
+
+
+def callable_tools(tools: list[Tool], choice: ToolChoice | None) -> list[Tool]:
+    """Those that the choice leaves."""
+    if isinstance(choice, NamedTool):
+        return [tool for tool in tools if tool.function.name == choice.function.name]
+    if isinstance(choice, AllowedToolsChoice):
+        return [tool for tool in tools if tool.function.name in choice.names]
+    return tools
+
+
+def _inner(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else []

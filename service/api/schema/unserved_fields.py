@@ -1,0 +1,193 @@
+"""Fields of requests that clients of OpenAI, vLLM, SGLang and LoRAX send and that this server does not act on.
+
+With the fields of the schemas (`service.api.schema.requests`), which are served, this is the one table of what a
+request may hold. A value that asks for nothing is accepted, whatever the field; one that asks for something is refused
+with the row's sentence. `Request` looks the rows up; OpenAPI and docs/clients.md are made from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class UnservedField:
+    """One row.
+
+    neutral   values that ask for nothing, as their own clients' defaults do; null is one for every field
+    is_inert  whether no value of the field could change an answer here: all are accepted
+    advice    what to do instead of asking for it, the end of the sentence that refuses it
+    """
+
+    name: str
+    neutral: tuple[Any, ...] = ()
+    is_inert: bool = False
+    advice: str = "leave it out"
+
+    def asks(self, value: Any) -> bool:
+        """Whether a value asks for what is not served."""
+        return not (self.is_inert or value is None or any(_is_same(value, one) for one in self.neutral))
+
+    @property
+    def refusal(self) -> str:
+        """What a client is told that asks for it."""
+        return f"`{self.name}` is not supported by this server; {self.advice}."
+
+    @property
+    def json_schema(self) -> dict[str, Any]:
+        """The field in OpenAPI."""
+        if self.is_inert:
+            return {"description": "Accepted and ignored: it has no meaning for this server."}
+        return {"enum": [None, *self.neutral], "description": f"Not supported: {self.advice}."}
+
+
+def _is_same(value: Any, neutral: Any) -> bool:
+    """Equal as JSON: 1 and 1.0 are, 1 and true are not."""
+    return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)
+
+
+def _inert(*names: str) -> list[UnservedField]:
+    return [UnservedField(name, is_inert=True) for name in names]
+
+
+def _refused(*names: str, neutral: tuple[Any, ...] = (), advice: str = "leave it out") -> list[UnservedField]:
+    return [UnservedField(name, neutral, advice=advice) for name in names]
+
+
+def _table(*groups: Iterable[UnservedField]) -> dict[str, UnservedField]:
+    rows = [row for group in groups for row in group]
+    assert len({row.name for row in rows}) == len(rows), "a field has two rows"
+    return {row.name: row for row in rows}
+
+
+_CHAT = "send it to /v1/chat/completions"
+_TEMPLATE = "send what the chat template takes in `chat_template_kwargs`"
+
+# Of completions and chat completions. A field that one of them serves and the other does not is in the one's schema.
+GENERATION_FIELDS = _table(
+    # Who asks and what for, and where to look for what was computed before: nothing is kept between requests here.
+    _inert("user", "metadata", "store", "service_tier", "safety_identifier"),
+    _inert("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_salt"),
+    _inert("request_id", "rid", "session_id", "extra_key", "custom_labels"),
+    _refused("priority", neutral=(0,)),
+    # Another way to name the adapter.
+    _refused("lora_path", "adapter_source", advice="name the adapter in `model`"),
+    # Tools, which have nothing to choose from where there are none, and what they were called at first.
+    _refused("tools", neutral=([],), advice=_CHAT),
+    _refused("tool_choice", neutral=("none", "auto"), advice=_CHAT),
+    _refused("parallel_tool_calls", neutral=(True, False), advice=_CHAT),
+    _refused("functions", neutral=([],), advice="send them as `tools`"),
+    _refused("function_call", neutral=("none", "auto"), advice="send `tool_choice`"),
+    # Structured output: there is one way to do it here.
+    _refused("guided_decoding_backend", neutral=("auto", "guidance")),
+    _refused("structural_tag", advice="send it as `response_format`"),
+    # Reasoning.
+    _refused("reasoning", neutral=({},), advice=_TEMPLATE),
+    _refused("thinking", "task", advice=_TEMPLATE),
+    _refused("thinking_token_budget", neutral=(-1,), advice="leave it out, or send `max_tokens`"),
+    _refused("include_reasoning", "separate_reasoning", neutral=(True,), advice=_CHAT),
+    _refused("enable_thinking", neutral=(False,), advice=_CHAT),
+    _refused("stream_reasoning", neutral=(True,)),
+    # What else there may be besides text, and OpenAI's services around the model.
+    _refused("modalities", neutral=([], ["text"])),
+    _refused("verbosity", neutral=("medium",), advice="ask for the length in the prompt"),
+    _refused("audio", "prediction", "web_search_options", "moderation", "access_programs"),
+    _refused("mm_processor_kwargs", "media_io_kwargs", "images_config", "video_config", neutral=({},)),
+    _refused("mm_payload", neutral=("tensors",)),
+    _refused("max_dynamic_patch", "min_dynamic_patch", "image_max_dynamic_patch", "video_max_dynamic_patch"),
+    _refused("use_audio_in_video", neutral=(False,)),
+    _refused("documents", neutral=([],), advice="put them into a message"),
+    _refused("chat_template", advice="upload it with an adapter, whose chats then use it"),
+    # How tokens are chosen.
+    _refused("best_of", neutral=(1,), advice="send `n`, and choose among the answers"),
+    _refused("use_beam_search", neutral=(False,), advice="send `n` for several answers, or `temperature` 0"),
+    _refused("length_penalty", neutral=(1,)),
+    _refused("early_stopping", neutral=(False,)),
+    _refused("stop_regex", neutral=([],), advice="send `stop`"),
+    _refused("repetition_detection", advice="send `repetition_penalty`"),
+    _refused("watermarking", "watermark", neutral=(False,)),
+    _refused("custom_logit_processor", "custom_params", "vllm_xargs", neutral=({},)),
+    _refused("ngram_corpus_id"),
+    # The prompt.
+    _refused("suffix", neutral=("",), advice="put what is to come after the answer into the prompt"),
+    _refused("prompt_embeds", "input_ids", neutral=([],), advice="send token ids as `prompt` to /v1/completions"),
+    _refused("session_params", neutral=({},), advice="send the whole conversation"),
+    # What chats call otherwise.
+    _refused("max_completion_tokens", advice="send `max_tokens`"),
+    _refused("top_logprobs", neutral=(0,), advice="send `logprobs`, which is their number in completions"),
+    # How the answer is written.
+    _refused("spaces_between_special_tokens", neutral=(True,)),
+    _refused("stream_interval", neutral=(1,)),
+    _refused("sampling_logprobs_mode"),
+    _refused("return_prompt_token_ids", neutral=(False,), advice="send `return_token_ids`"),
+    _refused("return_prompt_text", "return_token_offsets", "return_weight_versions", neutral=(False,)),
+    _refused("return_hidden_states", "return_routed_experts", "return_cached_tokens_details", neutral=(False,)),
+    _refused("return_meta_info", "return_entropy", "return_sampling_mask", "return_indexer_topk", neutral=(False,)),
+    _refused("return_flat_raw_top_logprobs", "return_flat_raw_output_top_logprobs", neutral=(False,)),
+    # How the two above are written, and what is sent of images.
+    _refused("return_flat_raw_top_logprobs_b64", "return_mm_kwargs", neutral=(True, False)),
+    # Servers of several parts.
+    _refused("kv_transfer_params", "ec_transfer_params", neutral=({},)),
+    _refused("routed_experts_prompt_start", "routed_experts_start_len", neutral=(0,)),
+    _refused("bootstrap_host", "bootstrap_port", "bootstrap_room"),
+    _refused("routed_dp_rank", "disagg_prefill_dp_rank", "data_parallel_rank"),
+)
+
+# Of /tokenize, which vLLM's clients send what would be a chat.
+TOKENIZE_FIELDS = {
+    name: GENERATION_FIELDS[name] for name in ("chat_template", "mm_processor_kwargs", "media_io_kwargs", "documents")
+}
+# Of `structured_outputs`.
+STRUCTURED_OUTPUT_FIELDS = _table(
+    _refused("disable_fallback", neutral=(True, False)),
+)
+# Of responses: those of chats, and what needs a server that keeps something.
+RESPONSE_FIELDS = GENERATION_FIELDS | _table(
+    _refused("previous_response_id", "conversation", advice="send the whole conversation as `input`"),
+    _refused("prompt", advice="send `input`"),
+    _refused("background", neutral=(False,), advice="send `stream`"),
+    _refused("truncation", neutral=("disabled",), advice="send `truncate_prompt_tokens` to /v1/chat/completions"),
+    _refused("context_management", neutral=([],)),
+    _refused("max_tool_calls", advice="end the loop that calls the tools"),
+    _refused("image"),
+    _refused("enable_response_messages", neutral=(False,)),
+    _refused("previous_input_messages", neutral=([],), advice="send the whole conversation as `input`"),
+    # What chats call otherwise, or can do and responses cannot.
+    _refused("messages", advice="send `input`"),
+    _refused("max_tokens", "max_completion_tokens", advice="send `max_output_tokens`"),
+    _refused("response_format", advice="send `text.format`"),
+    _refused("reasoning_effort", "enable_thinking", advice="send `reasoning.effort`"),
+    _refused("logprobs", neutral=(False,), advice='send `include`: ["message.output_text.logprobs"]'),
+    _refused("n", neutral=(1,), advice="send the request several times"),
+    _refused("add_generation_prompt", neutral=(True,), advice=_CHAT),
+    _refused("continue_final_message", "echo", neutral=(False,), advice=_CHAT),
+    _refused("return_token_ids", "return_tokens_as_token_ids", neutral=(False,), advice=_CHAT),
+    _refused("prompt_logprobs", "truncate_prompt_tokens", advice=_CHAT),
+    _refused("truncation_side", neutral=("left",), advice=_CHAT),
+)
+# Of embeddings.
+EMBEDDING_FIELDS = _table(
+    _inert("user", "request_id", "rid", "cache_salt"),
+    _refused("priority", neutral=(0,)),
+    _refused("lora_path", "adapter_source", advice="name the adapter in `model`"),
+    _refused("embed_dtype", neutral=("float32",)),
+    _refused("endianness", neutral=("native", "little")),
+    _refused("mm_processor_kwargs", neutral=({},)),
+)
+RESPONSE_REASONING_FIELDS = _table(
+    _refused("context", neutral=("auto",)),
+    _refused("mode", neutral=("standard",)),
+)
+RESPONSE_TEXT_FIELDS = _table(_refused("verbosity", neutral=("medium",), advice="ask for the length in the input"))
+# Of `stream_options`. Obfuscation pads chunks against those who watch their sizes; the field turns it off or on.
+STREAM_FIELDS = _table(_inert("include_obfuscation"))
+# Of a tool's definition.
+TOOL_FIELDS = _table(
+    # Where a prompt may be cut for a cache of the client's own.
+    _inert("cache_control"),
+    _refused("async", "defer_loading", neutral=(False,)),
+    _refused("allowed_callers", neutral=(["direct"],)),
+    _refused("output_schema", advice="say in the `description` what it gives back"),
+)

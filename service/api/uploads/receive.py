@@ -1,0 +1,120 @@
+"""The body of an upload as it comes: while a piece is parsed and written, the next one is received."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+from fastapi import Request
+from python_multipart.multipart import parse_options_header
+
+from adapters.store.store import Upload
+from service.api.errors import BadRequest
+from service.api.uploads.multipart import MultipartUpload, Sent, in_upload_thread
+from service.api.uploads.slots import UploadPlace
+
+# The parser is fed at least so much at a time, so that small network reads do not cost a thread switch each. As much
+# again may come while it is written.
+_FEED_BYTES = 1 << 20
+# Pieces of less are joined: each is an object.
+_LONE_BYTES = 1 << 14
+MAX_SILENCE_SECONDS = 60.0
+
+
+async def receive_upload(
+    request: Request, check_name: Callable[[str], object], upload: Upload, place: UploadPlace
+) -> Sent:
+    """Read the request's body into `upload`; its text parts. Raises BadRequest, QueueFull when its place is taken back,
+    what `check_name` raises, and the errors of the store."""
+    kind, options = parse_options_header(request.headers.get("content-type"))
+    if kind != b"multipart/form-data" or not options.get(b"boundary"):
+        raise BadRequest("Send the adapter as multipart/form-data, for example with curl -F.")
+    parts = MultipartUpload(check_name, upload, options[b"boundary"])
+    feeding = _Feeding(parts, place)
+    try:
+        async for chunk in _chunks(request, place, feeding.check):
+            await feeding.add(chunk)
+        await feeding.end()
+        return parts.finish()
+    finally:
+        try:
+            await feeding.settle()
+        finally:
+            parts.close()
+
+
+class _Feeding:
+    """Has what comes parsed and written in a thread, one `_FEED_BYTES` behind what comes."""
+
+    def __init__(self, parts: MultipartUpload, place: UploadPlace) -> None:
+        self._parts, self._place = parts, place
+        self._pieces: list[bytes | bytearray] = []
+        self._num_bytes = 0
+        self._written: asyncio.Future[None] | None = None
+
+    async def add(self, chunk: bytes) -> None:
+        """More of the body; waits while there is too much. Raises what `MultipartUpload.feed` does."""
+        if len(chunk) >= _LONE_BYTES:
+            self._pieces.append(chunk)  # and nobody copies it
+        elif self._pieces and isinstance(self._pieces[-1], bytearray):
+            self._pieces[-1] += chunk
+        else:
+            self._pieces.append(bytearray(chunk))
+        self._num_bytes += len(chunk)
+        if self._num_bytes >= _FEED_BYTES:
+            await self._feed()
+
+    async def end(self) -> None:
+        """All has come; returns when it is written. Raises as `add` does."""
+        await self._feed()
+        await self.settle()
+        self.check()
+
+    def check(self) -> None:
+        """Raise what a thread that has ended has raised."""
+        if self._written is not None and self._written.done():
+            written, self._written = self._written, None
+            try:
+                written.result()
+            finally:
+                del written  # the error's traceback leads here: with it, it would go round in a circle
+
+    async def settle(self) -> None:
+        """No thread is at it any more."""
+        if self._written is not None:
+            await asyncio.wait((self._written,))  # which a cancellation of ours does not cancel
+
+    async def _feed(self) -> None:
+        await self.settle()
+        self.check()
+        pieces, self._pieces, self._num_bytes = self._pieces, [], 0
+        self._written = asyncio.ensure_future(in_upload_thread(self._parts.feed_all, pieces))
+        self._written.add_done_callback(self._wake_if_refused)
+
+    def _wake_if_refused(self, written: asyncio.Future[None]) -> None:
+        if not written.cancelled() and written.exception() is not None:
+            self._place.wake()
+
+
+async def _chunks(request: Request, place: UploadPlace, check: Callable[[], None]) -> AsyncIterator[bytes]:
+    """The body, as it comes. BadRequest when nothing has come for too long: a client that lost its network says
+    nothing, and its bytes would stay in the store's staging directory. QueueFull when its place is taken back, and what
+    `check` raises, which is called after each wait."""
+    stream = aiter(request.stream())
+    while True:
+        try:
+            async with asyncio.timeout(MAX_SILENCE_SECONDS) as timeout:
+                with place.waiting(timeout):
+                    chunk = await anext(stream)
+        except StopAsyncIteration:
+            return
+        except TimeoutError:
+            check()
+            place.check()
+            raise BadRequest(
+                f"Nothing of the upload has come for {MAX_SILENCE_SECONDS:g} seconds; send it again."
+            ) from None
+        place.came(len(chunk))
+        check()
+        place.check()
+        yield chunk

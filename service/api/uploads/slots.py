@@ -1,0 +1,124 @@
+"""Places of uploads: divided among payers, and taken back from who sends too slowly while others want them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from adapters.quota import Shares
+from service.api.errors import QueueFull
+from service.fairness.client_identity import PAYER
+
+# What an upload has to bring while others want its place.
+MIN_BYTES_PER_SECOND = 1 << 16
+# Over so long a wait for its client; the time in which the server writes or checks what came does not count.
+WINDOW_SECONDS = 30.0
+
+
+class UploadPlace:
+    """One upload: how fast its client sends, and whether it may go on."""
+
+    def __init__(self, payer: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.payer = payer
+        self._clock = clock
+        self._waited_seconds, self._num_bytes = 0.0, 0  # of this window
+        self._since: float | None = None  # waits for the client
+        self._was_slow = self._is_taken_back = False
+        self._timeout: asyncio.Timeout | None = None
+
+    @contextmanager
+    def waiting(self, timeout: asyncio.Timeout | None = None) -> Iterator[None]:
+        """Inside the client is waited for; the timeout ends at once when the place is taken back."""
+        self._since, self._timeout = self._clock(), timeout
+        try:
+            yield
+        finally:
+            self._waited_seconds += self._clock() - self._since
+            self._since = self._timeout = None
+
+    def came(self, num_bytes: int) -> None:
+        """So much has come."""
+        self._num_bytes += num_bytes
+        if self._waited_seconds >= WINDOW_SECONDS:
+            self._was_slow = self._num_bytes < MIN_BYTES_PER_SECOND * self._waited_seconds
+            self._waited_seconds, self._num_bytes = 0.0, 0
+
+    def is_slow(self) -> bool:
+        """Whether it waits for its client, and too little came in the last window."""
+        if self._since is None or self._is_taken_back:
+            return False
+        waited = self._waited_seconds + self._clock() - self._since
+        return self._was_slow or (waited >= WINDOW_SECONDS and self._num_bytes < MIN_BYTES_PER_SECOND * waited)
+
+    def take_back(self) -> None:
+        """It may not go on."""
+        self._is_taken_back = True
+        self.wake()
+
+    def wake(self) -> None:
+        """If its client is waited for, end the timeout of that at once."""
+        if self._timeout is not None and not self._timeout.expired():
+            self._timeout.reschedule(asyncio.get_running_loop().time())
+
+    def check(self) -> None:
+        """QueueFull if it may not go on."""
+        if self._is_taken_back:
+            raise QueueFull(
+                f"Others wait to upload, and less than {MIN_BYTES_PER_SECOND} bytes a second of this upload have come "
+                f"for {WINDOW_SECONDS:g} seconds; upload again over a faster connection, or fewer at a time.",
+                headers={"Retry-After": "5"},
+            )
+
+
+class UploadPlaces:
+    """All of them.
+
+    most  twice what one payer alone may have
+    """
+
+    def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._shares = Shares(max(1, most // 2), small=1)
+        self._clock = clock
+        self._open: list[UploadPlace] = []  # the oldest first
+        self._given_back = asyncio.Event()  # another one for each place
+
+    @property
+    def num_open(self) -> int:
+        """Uploads that are on their way."""
+        return self._shares.num_held
+
+    @contextmanager
+    def place(self) -> Iterator[UploadPlace]:
+        """Held inside by who pays for the request. QueueFull if it may have no more now; a slow upload of who has the
+        most then ends, so that it may have one soon."""
+        payer = PAYER.get()
+        if not self._shares.take(payer, 1):
+            self._take_one_back(payer)
+            raise QueueFull(
+                f"{self.num_open} uploads are on their way, {self._shares.held_by(payer)} of them yours; a client gets "
+                f"as many as it leaves free for others, at most {self._shares.most_of_one}; upload again when they are "
+                "done.",
+                headers={"Retry-After": "5"},
+            )
+        place = UploadPlace(payer, self._clock)
+        self._open.append(place)
+        try:
+            yield place
+        finally:
+            self._open.remove(place)
+            self._shares.give_back(payer, 1)
+            self._given_back.set()
+            self._given_back = asyncio.Event()
+
+    async def next_given_back(self) -> None:
+        """Until the next upload has ended."""
+        await self._given_back.wait()
+
+    def _take_one_back(self, payer: str) -> None:
+        """From somebody with more than the payer would have, so that nobody ends the uploads of who has fewer."""
+        held = self._shares.held_by
+        slow = [one for one in self._open if held(one.payer) > held(payer) + 1 and one.is_slow()]
+        if slow:
+            max(slow, key=lambda one: held(one.payer)).take_back()

@@ -1,0 +1,304 @@
+"""The command `multilora`: its commands and their flags. Each command imports what it needs and no more."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import math
+import os
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from service.version import server_version
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; the exit code. A user's fault is one sentence on stderr, never a traceback."""
+    given = sys.argv[1:] if argv is None else argv
+    if given[:1] == ["serve"]:
+        return _serve(given[1:])
+    arguments = make_parser().parse_args(given)
+    from service.cli.client import ClientError
+
+    try:
+        if "url" in arguments:
+            _refuse_other_than_utf8(arguments)
+        code = _command(arguments.command)(arguments)
+        if sys.stdout is not None:  # as it is where stdout is closed
+            sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # who reads, `head` say, has had enough; nothing may be written at the exit either
+        _write_no_more()
+        return 141
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        _write_no_more()
+        print(f"multilora: The output cannot be written: {error.strerror}.", file=sys.stderr)
+        return 1
+    except ClientError as error:
+        print(f"multilora: {error}", file=sys.stderr)
+        return 1
+
+
+def _write_no_more() -> None:
+    """Python writes what it still holds when it exits."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _refuse_other_than_utf8(arguments: argparse.Namespace) -> None:
+    """ClientError for text that cannot be sent. A Path may be any bytes."""
+    from service.cli.client import utf8
+
+    for name, value in vars(arguments).items():
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str):
+                with utf8(name.replace("_", " ")):
+                    text.encode()
+
+
+def _command(name: str) -> Callable[[argparse.Namespace], int]:
+    if name == "doctor":
+        from service.doctor.command import doctor
+
+        return doctor
+    if name == "first-host":
+        from service.first_host.command import first_host
+
+        return first_host
+    if name == "bench":
+        from service.cli.load_test import bench
+
+        return bench
+    if name == "keys":
+        from service.tenants.command import keys
+
+        return keys
+    if name == "help":
+        from service.cli.help import show_help
+
+        return show_help
+    if name == "completion":
+        return _completion
+    if name == "chat":
+        from service.cli.chat import chat
+
+        return chat
+    from service.cli import commands
+
+    table = {
+        "upload": commands.upload,
+        "ls": commands.ls,
+        "history": commands.history,
+        "rollback": commands.rollback,
+        "rm": commands.rm,
+        "pin": commands.pin,
+        "unpin": commands.unpin,
+    }
+    return table[name]
+
+
+class _Parser(argparse.ArgumentParser):
+    """Takes no abbreviated flags, which a flag of a later version would make ambiguous; nor do its sub-parsers."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Of a sub-parser too nothing stays unknown: argparse would show the usage of all commands, not of this one."""
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return known, unknown
+
+
+class _ShowVersion(argparse.Action):
+    """Looks the version up when it is asked for, not at each command's start."""
+
+    def __init__(self, option_strings: list[str], **options: Any) -> None:
+        super().__init__(option_strings, nargs=0, **{**options, "default": argparse.SUPPRESS})
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        print(f"{parser.prog} {server_version()}")
+        parser.exit()
+
+
+def _completion(arguments: argparse.Namespace) -> int:
+    from service.cli.completion import completion
+
+    print(completion(make_parser(), arguments.shell), end="")
+    return 0
+
+
+def _serve(given: list[str]) -> int:
+    from service.start_check import StartError, check_kernels_package
+
+    try:
+        check_kernels_package()
+    except StartError as error:
+        print(f"multilora: {error}", file=sys.stderr)
+        return 1
+    # Its flags come from the settings, which no other command needs to import.
+    from service.server.serve import serve
+
+    return serve(given)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="multilora", description="One base model and any number of LoRA adapters.")
+    parser.add_argument("--version", action=_ShowVersion, help="show the server's version and exit")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser("serve", help="start the server; each setting is a flag and MULTILORA_<NAME>", add_help=False)
+    _add_chat(_client_parser(commands, "chat", "talk to the base or an adapter"))
+    upload = _client_parser(commands, "upload", "send an adapter")
+    upload.add_argument("path", type=Path, help="directory that PEFT wrote, or a .tar.gz or .zip of one")
+    upload.add_argument("--name", help="name of the adapter; default: the name of the directory or archive")
+    upload.add_argument("--note", default="", help="kept in the adapter's history")
+    text = "who may use it; default: as it was, and a new one the server's way"
+    upload.add_argument("--visibility", choices=("private", "shared", "public"), help=text)
+    upload.add_argument("--shared-with", help="with shared: the tenants, with commas between them")
+    upload.add_argument("--probe", action="store_true", help="refuse what changes no answer, or makes no finite one")
+    text = "leave out the files of its tokenizer: they name tokens that it was not trained with"
+    upload.add_argument("--without-tokenizer", action="store_true", help=text)
+    condition = upload.add_mutually_exclusive_group()
+    condition.add_argument("--new", action="store_true", help="refuse if there is an adapter of this name")
+    condition.add_argument("--if-version", metavar="VERSION", help="refuse if the adapter is at another version")
+    ls = _client_parser(commands, "ls", "list the adapters")
+    ls.add_argument("prefix", nargs="?", help="how their names begin; default: all")
+    ls.add_argument("--rank", type=_positive, help="those of this rank")
+    ls.add_argument("--state", choices=("disk", "host", "device"), help="those whose weights are there")
+    ls.add_argument("--pinned", action="store_true", help="those that are pinned")
+    ls.add_argument("--owner", help="those of this tenant; empty: of nobody")
+    history = _client_parser(commands, "history", "list the versions of an adapter")
+    history.add_argument("name", help="name of the adapter")
+    history.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    rollback = _client_parser(commands, "rollback", "go back to an earlier version of an adapter")
+    rollback.add_argument("name", help="name of the adapter")
+    rollback.add_argument("--to", metavar="VERSION", help="number or digest; default: the newest other content")
+    rollback.add_argument("--note", default="", help="kept in the adapter's history")
+    pin = _client_parser(commands, "pin", "keep adapters on the device, asked for or not")
+    pin.add_argument("name", nargs="+", help="name of an adapter; what it stands for later is kept too")
+    unpin = _client_parser(commands, "unpin", "keep adapters on the device no longer")
+    unpin.add_argument("name", nargs="+", help="name of an adapter")
+    remove = _client_parser(commands, "rm", "delete adapters")
+    remove.add_argument("name", nargs="+", help="name of an adapter")
+    text = "look at this machine: is everything there that serving needs, and does it compute the right numbers?"
+    _add_doctor(commands.add_parser("doctor", help=text, description=text))
+    text = "try all that serving needs on a new kind of host, and write one report of it (at most 30 minutes)"
+    _add_first_host(commands.add_parser("first-host", help=text, description=text))
+    _add_bench(_client_parser(commands, "bench", "load a running server for a while and show its speed"))
+    text = "the keys of tenants, in the server's keys file on this machine"
+    _add_keys(commands.add_parser("keys", help=text, description=text))
+    text = "tell of the server's settings"
+    help_parser = commands.add_parser("help", help=text, description=text)
+    help_parser.add_argument("topic", nargs="?", help="a topic or a setting; without one, the list of topics")
+    text = "print what completes this command line in a shell"
+    shell = commands.add_parser("completion", help=text, description=text)
+    shell.add_argument("shell", choices=("bash", "zsh"), help='bash: eval "$(multilora completion bash)"')
+    return parser
+
+
+def _client_parser(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+    url = os.environ.get("MULTILORA_URL", DEFAULT_URL)
+    text = "the server, with or without /v1; also MULTILORA_URL (%(default)s)"
+    parser.add_argument("--url", default=url, type=_server_url, help=text)
+    key = os.environ.get("MULTILORA_API_KEY")
+    parser.add_argument("--api-key", default=key, help="your key, if the server wants one; also MULTILORA_API_KEY")
+    return parser
+
+
+def _add_chat(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("message", nargs="*", help="one message; without any an interactive chat")
+    parser.add_argument("--adapter", help="name of an adapter; default: the base")
+    parser.add_argument("--system", help="system message")
+    parser.add_argument("--temperature", type=_finite, default=0.0, help="0 is greedy (%(default)s)")
+    parser.add_argument("--max-tokens", type=_positive, default=256, help="most tokens of an answer (%(default)s)")
+
+
+def _add_doctor(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", help="cpu, cuda, npu, npu:1 ...; default: MULTILORA_DEVICE, else the best there is")
+    parser.add_argument("--model-dir", help="Hugging Face directory of the base model; default: the bundled one")
+    parser.add_argument("--store-dir", help="where uploaded adapters live")
+    parser.add_argument("--dtype", help="auto, float32, bfloat16 or float16")
+    parser.add_argument("--block-size-tokens", help="tokens per KV block")
+    parser.add_argument("--json", action="store_true", help="print JSON, for a bug report, and nothing else")
+
+
+def _add_first_host(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model-dir", help="Hugging Face directory of the base model; default: MULTILORA_MODEL_DIR")
+    parser.add_argument("--device", help="npu, npu:1, cuda, cpu ...; default: MULTILORA_DEVICE, else the best there is")
+    parser.add_argument("--dtype", help="auto, float32, bfloat16 or float16")
+    text = "where report.json and report.html are written (%(default)s)"
+    parser.add_argument("--report-dir", type=Path, default=Path("first-host"), help=text)
+    parser.add_argument("--resume", action="store_true", help="go on with the report that is there")
+    parser.add_argument("--minutes", type=_minutes, default=30.0, help="most that all steps take (%(default)s)")
+
+
+def _add_keys(parser: argparse.ArgumentParser) -> None:
+    path = os.environ.get("MULTILORA_KEYS_FILE")
+    _add_keys_file(parser, Path(path) if path else None)
+    actions = parser.add_subparsers(dest="action", required=True, metavar="add|list|revoke")
+    text = "make a key and show it, once; the file gets its hash"
+    add = actions.add_parser("add", help=text, description=text)
+    add.add_argument("tenant", help="lower-case letters, digits and '-'; new ones get a table without limits")
+    text = "some of infer, upload, delete and admin, with commas between them (%(default)s)"
+    add.add_argument("--scopes", default="infer", help=text)
+    add.add_argument("--note", default="", help="a few words for those who read the list")
+    actions.add_parser("list", help="show the keys, without what they are", description="show the keys")
+    text = "remove a key; the server refuses it from the next request on"
+    revoke = actions.add_parser("revoke", help=text, description=text)
+    revoke.add_argument("id", help="of the list, or how it begins")
+    for action in actions.choices.values():
+        _add_keys_file(action, argparse.SUPPRESS)  # what stands before the action stays, if nothing stands after it
+
+
+def _add_keys_file(parser: argparse.ArgumentParser, default: Any) -> None:
+    parser.add_argument("--keys-file", type=Path, default=default, help="the file; also MULTILORA_KEYS_FILE")
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", action="append", help="a model name, may be repeated; default: base and adapters")
+    parser.add_argument("--requests", type=_positive, default=64, help="requests in all (%(default)s)")
+    parser.add_argument("--concurrency", type=_positive, default=16, help="requests at a time (%(default)s)")
+    parser.add_argument("--prompt-words", type=_positive, default=32, help="words of a prompt (%(default)s)")
+    parser.add_argument("--max-tokens", type=_positive, default=64, help="tokens of an answer (%(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write JSON too; -: print it instead of the tables")
+
+
+def _server_url(text: str) -> str:
+    from service.cli.client import server_url
+
+    return server_url(text)
+
+
+def _positive(text: str) -> int:
+    with suppress(ValueError):
+        if (value := int(text)) >= 1:
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+
+
+def _minutes(text: str) -> float:
+    with suppress(ValueError):
+        if 0.0 < (value := float(text)) <= 24 * 60:
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of minutes above 0")
+
+
+def _finite(text: str) -> float:
+    with suppress(ValueError):
+        if math.isfinite(value := float(text)):
+            return value
+    raise argparse.ArgumentTypeError(f"{text!r} is not a finite number")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

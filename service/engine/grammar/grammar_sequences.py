@@ -1,0 +1,134 @@
+"""Sequences that may not choose any token they like, from their request on: they wait for their grammars, which are
+compiled beside the steps (`compiled_grammars.py`), and each of their steps has a mask of its own (`masks.py`).
+
+Who owns: this has the compiled grammars, the masks under way and the sequences that wait; a sequence's constraint is
+the sequence's. Whoever forgets a sequence says so here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from collections.abc import Sequence as Items
+from typing import Any
+
+import msgspec
+import torch
+
+from service.engine.grammar.compiled_grammars import Grammars, Worker
+from service.engine.grammar.masks import StepMasks
+from service.engine.ipc.messages import Submit
+from service.engine.model.runner import Capacity
+from service.engine.sequences.constraint import TokenConstraint, has_constraint
+from service.engine.sequences.grammar_budget import GrammarTurns
+from service.engine.sequences.sequence import Sequence
+from service.engine.transient_thread import BriefThread
+from service.grammars.matching import GrammarError, TokenTable
+from service.grammars.trial import ENGINE_STACK_BYTES
+
+
+class ConstrainedSequences:
+    """See the module's docstring. `tokens`, `compiler`: as of the engine; `wake` is called when a grammar is compiled;
+    `turns` says what grammars may cost.
+
+    waiting  for their grammars; not to be scheduled yet
+    """
+
+    def __init__(
+        self,
+        tokens: TokenTable | None,
+        compiler: Worker | None,
+        wake: Callable[[], None],
+        capacity: Capacity,
+        max_sequences: int,
+        turns: GrammarTurns,
+    ) -> None:
+        self.waiting: set[Sequence] = set()
+        self._vocab_size = capacity.vocab_size
+        self._turns = turns
+        self._grammars = Grammars(tokens, compiler or BriefThread("grammar-compiler", ENGINE_STACK_BYTES), wake)
+        self._masks = StepMasks(max_sequences, capacity.vocab_size, capacity.device)
+
+    @property
+    def has_grammars(self) -> bool:
+        """Whether grammars can be followed."""
+        return self._grammars.table is not None
+
+    # ---- the way to the scheduler
+
+    def add(self, sequence: Sequence, request: Submit) -> bool:
+        """Whether the sequence, which is the request's, can be scheduled now; if not, `take_compiled` tells when."""
+        sampling = request.sampling
+        if sampling.grammar is None or not sampling.max_tokens:
+            if has_constraint(sampling):
+                sequence.constraint = TokenConstraint(sampling, sequence.stop_ids, self._vocab_size)
+            return True
+        self.waiting.add(sequence)
+        # Of tenants, and where there are none, of adapters.
+        self._grammars.begin(sampling.grammar, sequence, request.tenant or request.adapter or "")
+        return False
+
+    def take_compiled(self) -> list[tuple[Sequence, str]]:
+        """Those that can be scheduled since the last call, each with "", or with why its grammar cannot be followed."""
+        taken = []
+        for sequence, grammar, outcome in self._grammars.take_done():
+            if sequence not in self.waiting:
+                continue  # it has ended meanwhile
+            if isinstance(outcome, GrammarError):
+                taken.append((sequence, str(outcome)))
+                continue
+            self.waiting.remove(sequence)
+            sequence.constraint = self._constraint(sequence, grammar, outcome)
+            taken.append((sequence, ""))
+        return taken
+
+    def _constraint(self, sequence: Sequence, grammar: str, matcher: Any) -> TokenConstraint:
+        """matcher  of the grammar, the sequence's own"""
+        table = self._grammars.table
+        assert table is not None
+        return TokenConstraint(
+            sequence.request.sampling,
+            sequence.stop_ids,
+            self._vocab_size,
+            grammar=grammar,
+            matcher=matcher,
+            eos_token_ids=table.eos_token_ids,
+            account=self._turns.account(sequence.request.tenant),
+        )
+
+    def discard(self, sequence: Sequence) -> bool:
+        """The sequence has ended. Whether it waited, and so was never scheduled."""
+        if sequence not in self.waiting:
+            return False
+        self.waiting.remove(sequence)
+        return True
+
+    # ---- the masks of a step
+
+    def begin_masks(self, sequences: Items[Sequence], gone: Collection[Sequence] = ()) -> None:
+        """Make the masks of a step's constrained sequences in a thread: all their tokens before it are known, but
+        of those that are `gone`, whose tokens nobody reads."""
+        self._masks.begin([None if sequence in gone else sequence.constraint for sequence in sequences])
+
+    def wait_masks(self) -> torch.Tensor:
+        """int32 [sequences, ceil(vocab / 32)] on the device."""
+        return self._masks.wait()
+
+    def error_in(self, sequence: Sequence) -> str:
+        """Why the sequence cannot follow its grammar any further; "" while it can. The next gets it compiled anew."""
+        constraint = sequence.constraint
+        if constraint is None or not constraint.error:
+            return ""
+        if constraint.grammar is not None:
+            self._grammars.forget(constraint.grammar)
+        return constraint.error
+
+    def close(self) -> None:
+        self._grammars.close()
+        self._masks.close()
+
+
+def without_grammar(request: Submit) -> Submit:
+    """The same for its sequence to keep: a grammar may be long, and each sequence has a copy of it."""
+    if request.sampling.grammar is None:
+        return request
+    return msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, grammar=None))

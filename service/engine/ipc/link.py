@@ -1,0 +1,209 @@
+"""One engine, wherever it runs: what it has said, and the streams of the requests that were sent to it.
+
+Imports no torch. Everything runs in one event loop. Who owns: a link owns the streams of its requests until they end.
+"""
+
+from __future__ import annotations
+
+import abc
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection
+from typing import Literal
+
+from service.engine.ipc.messages import (
+    Abort,
+    Ask,
+    Cordon,
+    Evict,
+    Fatal,
+    Finished,
+    FromEngine,
+    Keep,
+    Load,
+    Ready,
+    Stats,
+    Submit,
+    Tier,
+    ToEngine,
+    Tokens,
+)
+from service.engine.ipc.token_streams import EngineDied, NeverSent, TokenStream
+from service.engine.ipc.wire import Outbox
+
+log = logging.getLogger(__name__)
+
+State = Literal["starting", "ready", "restarting", "draining", "down"]
+
+
+class EngineLink(abc.ABC):
+    """One engine, wherever it runs: what it has said, and the streams of the requests that were sent to it.
+
+    `state_error` is one sentence while the state is "restarting" or "down"; `ready` and `stats` are what the engine
+    that lives now has said, else None; `cordoned` why it is to get no new requests though it is ready; `tiers` where it
+    holds adapters, by digest; `heard_seconds` when it said something last, by time.monotonic().
+    """
+
+    def __init__(self) -> None:
+        self.heard_seconds = time.monotonic()
+        self.state: State = "starting"
+        self.state_error: str | None = None
+        self.ready: Ready | None = None
+        self.stats: Stats | None = None
+        self.cordoned: str | None = None
+        self.tiers: dict[str, Tier] = {}
+        self.num_restarts = 0
+        self._kept: tuple[str, ...] = ()  # adapters, by each engine from its start on
+        self._streams: dict[str, TokenStream] = {}
+        self._stats_listeners: list[Callable[[Stats], None]] = []
+        self._end_listeners: list[Callable[[str], None]] = []
+        self._changed = asyncio.Event()
+        self._outbox: Outbox[ToEngine] | None = None
+        self._fatal: str | None = None
+
+    # ---- life
+
+    @abc.abstractmethod
+    async def start(self) -> None:
+        """Begin to keep it there; returns at once."""
+
+    @abc.abstractmethod
+    async def drain(self, limit_seconds: float) -> None:
+        """Let running requests finish, up to `limit_seconds`, and let go of it. New ones are refused."""
+
+    @abc.abstractmethod
+    async def close(self) -> None:
+        """Let go of it now; every open stream raises EngineDied."""
+
+    @abc.abstractmethod
+    def kill(self) -> None:
+        """End it, whatever it does; another one follows as after any death."""
+
+    async def wait_ready(self) -> Ready:
+        """Wait until the engine is ready. Raises EngineDied when it is down for good."""
+        while self.state != "ready" or self.ready is None:
+            if self.state in ("down", "draining"):
+                raise EngineDied(self.state_error or "The engine is down.")
+            self._changed.clear()
+            await self._changed.wait()
+        return self.ready
+
+    # ---- requests; none of these waits
+
+    def submit(self, request: Submit) -> TokenStream:
+        """Send a request to the engine, now. The stream says how it went, also if the engine is not there."""
+        assert request.request_id not in self._streams, "request ids are unique"
+        stream = TokenStream(request.request_id, self.abort)
+        if self.state != "ready":
+            stream.die(NeverSent(self.state_error or f"The engine is not ready ({self.state})."))
+            return stream
+        self._streams[request.request_id] = stream
+        self._send(request)
+        return stream
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request; its stream ends without another message. Unknown ids are ignored."""
+        if self._streams.pop(request_id, None) is not None:
+            self._send(Abort(request_id))
+
+    def load(self, digest: str) -> None:
+        """Hint that the adapter will be wanted. Nothing happens while the engine is not ready."""
+        if self.state == "ready":
+            self._send(Load(digest))
+
+    def evict(self, digest: str) -> None:
+        """Forget what was read of an adapter, as soon as no request runs with it. A later engine never had it."""
+        if self.state == "ready":
+            self._send(Evict(digest))
+            if digest in self._kept:  # an engine gives up one that it cannot read until it is told anew
+                self._send(Keep(self._kept))
+
+    def keep(self, digests: Collection[str]) -> None:
+        """Have these adapters on the device, asked for or not, and no others for that reason. Later engines too."""
+        self._kept = tuple(digests)
+        if self.state == "ready":
+            self._send(Keep(self._kept))
+
+    def ask(self) -> None:
+        """Have it say Stats when its step is over."""
+        if self.state == "ready":
+            self._send(Ask())
+
+    def on_stats(self, listener: Callable[[Stats], None]) -> None:
+        """Call `listener` with every Stats, in the event loop."""
+        self._stats_listeners.append(listener)
+
+    def on_end(self, listener: Callable[[str], None]) -> None:
+        """Call `listener` with one sentence whenever the engine is gone, in the event loop."""
+        self._end_listeners.append(listener)
+
+    # ---- inner parts
+
+    def _take_all(self, messages: Collection[FromEngine]) -> None:
+        """What came together."""
+        self.heard_seconds = time.monotonic()
+        for message in messages:
+            self._take(message)
+
+    def _take(self, message: FromEngine) -> None:
+        match message:
+            case Tokens():
+                stream = self._streams.get(message.request_id)
+                if stream is not None:
+                    stream.push(message)
+            case Finished():
+                stream = self._streams.pop(message.request_id, None)
+                if stream is not None:
+                    stream.push(message)
+            case Stats():
+                self._warn_of_compiling(message)
+                self.stats = message
+                self._move(message.moved_adapters)
+                for listener in self._stats_listeners:
+                    listener(message)
+            case Ready():
+                self.ready = message
+                if self._kept:
+                    self._send(Keep(self._kept))
+                if self.state != "draining":
+                    self._set_state("ready")
+            case Fatal():
+                self._fatal = message.error
+            case Cordon():
+                if message.reason is not None:
+                    log.error("engine: gets no new requests: %s", message.reason)
+                self.cordoned = message.reason
+
+    def _warn_of_compiling(self, stats: Stats) -> None:
+        before = 0 if self.stats is None else self.stats.num_kernel_variants_after_ready
+        num_new = stats.num_kernel_variants_after_ready - before
+        if num_new > 0:
+            log.warning("engine: steps waited for kernels, %d variants compiled after it was ready", num_new)
+
+    def _move(self, moved: dict[str, Tier]) -> None:
+        for digest, tier in moved.items():
+            if tier == "disk":
+                self.tiers.pop(digest, None)
+            else:
+                self.tiers[digest] = tier
+
+    def _lose_all(self, error: str, *, was_ready: bool = True) -> None:
+        """The engine is gone, and with it all requests. That is no news where it was told to go before it was ready."""
+        told_level = logging.INFO if was_ready else logging.DEBUG
+        log.log(told_level if self.state == "draining" else logging.ERROR, "engine: %s", error)
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.die(EngineDied(error))
+        for listener in self._end_listeners:
+            listener(error)
+
+    def _send(self, message: ToEngine) -> None:
+        """With all else of this turn of the loop. After the engine's end it goes nowhere, and the streams are told of
+        that."""
+        if self._outbox is not None:
+            self._outbox.say(message)
+
+    def _set_state(self, state: State, error: str | None = None) -> None:
+        self.state, self.state_error = state, error
+        self._changed.set()

@@ -1,0 +1,252 @@
+"""What the API process and the engine process say to each other: small typed messages, msgpack by msgspec.
+
+API to engine: Submit, Abort, Load, Evict, Keep, Ask, Drain. Engine to API: Ready, Tokens, Finished, Stats, Fatal;
+a relay between them adds Cordon.
+Text never crosses: the engine knows token ids only. Weights never cross: the engine reads adapters from the store.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from kernels.sampling.parameters import Parameters
+from kernels.sampling.scored_token import ScoredToken
+
+# Of a tenant, in `Submit`.
+MIN_WEIGHT, MAX_WEIGHT = 0.01, 100.0
+# Of a request, in `Sampling`: gone through token by token in each of its steps. 300 is OpenAI's figure.
+MAX_LOGIT_BIASES = 300
+MAX_LOGPROB_TOKEN_IDS = 128
+MAX_STOP_TOKEN_IDS = 512
+MAX_ENDINGS = MAX_STOP_TOKEN_IDS + 512  # the model's own among them
+
+
+class Sampling(Parameters, frozen=True, kw_only=True, omit_defaults=True):
+    """How tokens are chosen; checked by the API before it is sent. Token counts in tokens.
+
+    seed None = the engine draws one; logprobs None = none, n = the n most likely beside the chosen token;
+    prompt_logprobs likewise for the prompt (`echo`); logprob_token_ids have theirs beside the chosen token's, with
+    logprobs; logit_bias maps token id to an added logit; grammar is
+    llguidance's, serialised, as `service.grammars.trial` gives it once it has been tried.
+    allowed_tokens: bit t % 8 of byte t // 8 allows token t, and bytes that are missing allow none; empty = all.
+    eos_token_ids: of the adapter, among the stop_token_ids; where a grammar lets the model's end the answer, these may.
+    bad_words: token sequences that the output must not hold. With both, and with min_tokens, some token must be left.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    logit_bias: dict[int, float] = {}  # noqa: RUF012
+    allowed_tokens: bytes = b""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
+    grammar: str | None = None
+
+
+# ---- API -> engine
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    """Run one sequence. `adapter` is a digest in the store, None the base model; `adapter_rows` are the rows that it
+    takes on the device, by projection group. max_tokens 0 is allowed with prompt_logprobs (`echo` alone), and with
+    `pooling`.
+
+    tenant   who pays for it; "" where the server has no keys file, and all are one tenant
+    adapter_start  tokens before this one are the base's alone, in the prompt and hence in no step the adapter's
+    weight   of the tenant, MIN_WEIGHT to MAX_WEIGHT: beside another tenant it gets as many times the other's part as
+             its weight is the other's. The last request of a tenant says it for all its requests
+    pooling  what is asked for is the hidden state of the last token, or the mean of all, behind the final norm
+    """
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: Sampling
+    adapter: str | None = None
+    adapter_rows: dict[str, int] = {}
+    tenant: str = ""
+    weight: float = 1.0
+    pooling: Literal["last", "mean"] | None = None
+    adapter_start: int = 0
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """Forget the request and free all it holds before the next step. Unknown ids are ignored: it may just have ended.
+
+    No Finished follows."""
+
+    request_id: str
+
+
+class Load(msgspec.Struct, frozen=True, tag=True):
+    """Bring an adapter to the host tier, and to the device if rows are free without an eviction: a hint, followed when
+    no request's adapter is being read."""
+
+    adapter: str
+
+
+class Evict(msgspec.Struct, frozen=True, tag=True):
+    """Its files are gone, or new ones are in the place of damaged ones: free its rows and host memory as soon as no
+    request runs with it. Requests that wait for it have it read anew."""
+
+    adapter: str
+
+
+class Keep(msgspec.Struct, frozen=True, tag=True):
+    """Have these adapters on the device whether they are asked for or not, and no others for that reason: an operator's
+    pins. They take rows from others, and give none, but for what is in use."""
+
+    adapters: tuple[str, ...]
+
+
+class Ask(msgspec.Struct, frozen=True, tag=True):
+    """Is the engine there? The answer is Stats, after the step that runs."""
+
+
+class Drain(msgspec.Struct, frozen=True, tag=True):
+    """Finish what runs, up to `limit_seconds`, then exit 0."""
+
+    limit_seconds: float
+
+
+ToEngine = Submit | Abort | Load | Evict | Keep | Ask | Drain
+
+
+# ---- engine -> API
+
+
+class OpInUse(msgspec.Struct, frozen=True, array_like=True):
+    """Which implementation serves an op, and which one was wished for; they differ where the probe at the start found
+    that the wished-for one does not work."""
+
+    op: str
+    implementation: str
+    wished: str
+
+
+class Ready(msgspec.Struct, frozen=True, tag=True):
+    """The model is loaded and warm. Sizes that admission needs.
+
+    row_bytes, side_bytes, row_element_bytes,
+    row_alignment      what `adapters.row_plan.plan_rows` needs; 0 where LoRA is off
+    ops                one entry for each op
+    """
+
+    max_model_len_tokens: int
+    kv_capacity_tokens: int
+    vocab_size: int
+    hidden_size: int
+    dtype: str
+    device: str
+    pid: int
+    row_bytes: int = 0
+    side_bytes: int = 0
+    row_element_bytes: int = 0
+    row_alignment: int = 0
+    ops: tuple[OpInUse, ...] = ()
+
+
+class Tokens(msgspec.Struct, frozen=True, tag=True):
+    """New tokens of a request, in order. `prompt_logprobs` comes once, with the first message, entry 0 being None."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[ScoredToken, ...] = ()
+    prompt_logprobs: tuple[ScoredToken | None, ...] | None = None
+
+
+class Finished(msgspec.Struct, frozen=True, tag=True):
+    """The last message of a request. reason "stop": end-of-sequence or stop token (`stop_token_id` says which; the
+    token itself is part of Tokens), or what the grammar wants is complete (`stop_token_id` is None); "length":
+    max_tokens reached; "error": `error` is one sentence, `client_fault` whether the request itself was wrong. `pooled`,
+    where asked for: float32 [hidden_size], little-endian."""
+
+    request_id: str
+    reason: Literal["stop", "length", "error"]
+    stop_token_id: int | None = None
+    error: str | None = None
+    client_fault: bool = False
+    pooled: bytes | None = None
+
+
+# The fastest place that holds an adapter.
+Tier = Literal["disk", "host", "device"]
+
+
+class Stats(msgspec.Struct, frozen=True, tag=True):
+    """State of the engine, sent at most every `stats_interval_seconds` and whenever it goes idle. Counters never fall
+    within one life of the engine."""
+
+    num_waiting: int
+    num_running: int
+    kv_blocks_used: int
+    kv_blocks_total: int
+    state_lines_used: int
+    state_lines_total: int
+    rows_used: int
+    rows_total: int
+    row_bytes_used: int
+    row_bytes_total: int
+    num_adapters_on_device: int
+    num_adapters_on_host: int
+    num_steps: int
+    num_preemptions: int
+    num_adapter_loads: int
+    num_adapter_evictions: int
+    num_lora_op_calls: int
+    # How steps were run: replayed from a graph, or otherwise, by the reason.
+    num_steps_replayed: int = 0
+    num_steps_eager: dict[str, int] = {}
+    # Of the ops, compiled by this process or read from a cache; the second count are those since it is ready.
+    num_kernel_variants: int = 0
+    num_kernel_variants_after_ready: int = 0
+    # By tier. Requests for an adapter, by where it was when they came; adapters that made room for others; bytes that
+    # were brought there.
+    num_adapter_requests: dict[Tier, int] = {}
+    num_tier_evictions: dict[Tier, int] = {}
+    loaded_bytes: dict[Tier, int] = {}
+    host_bytes_used: int = 0
+    # Since the last Stats: each load's tier and seconds; of each first token with an adapter where that was when the
+    # request came, and the steps and seconds since then.
+    adapter_load_seconds: tuple[tuple[Tier, float], ...] = ()
+    first_tokens: tuple[tuple[Tier, int, float], ...] = ()
+    # Adapters that are elsewhere than the last Stats said, by digest; at first all are on disk.
+    moved_adapters: dict[str, Tier] = {}
+    # One entry per step since the last Stats: (tokens, sequences, distinct adapters, milliseconds).
+    steps: tuple[tuple[int, int, int, float], ...] = ()
+
+
+class Fatal(msgspec.Struct, frozen=True, tag=True):
+    """The engine cannot start or go on; one sentence. It exits non-zero right after."""
+
+    error: str
+
+
+class Cordon(msgspec.Struct, frozen=True, tag=True):
+    """Why the engine is to get no new requests while another one may have them, in a word; None: it may again. Said by
+    who gives it to servers elsewhere (`service.ray_serve.relay`), and not by the engine itself."""
+
+    reason: str | None
+
+
+FromEngine = Ready | Tokens | Finished | Stats | Fatal | Cordon
+
+
+class EngineSaid(msgspec.Struct, frozen=True):
+    """Of one engine: its state ("silent": ready, but it does not answer; "missing": it should be there and nobody knows
+    of it; ready, but cordoned: the reason), one sentence about its last death, what it has to do, how many requests for
+    adapters went to it by where the adapter was then, how many it lost that another one got, and its last Stats."""
+
+    state: str
+    error: str | None
+    queued_tokens: int
+    num_open: int
+    num_sent: dict[Tier, int]
+    num_sent_again: int
+    stats: Stats | None

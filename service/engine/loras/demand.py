@@ -1,0 +1,120 @@
+"""Who wants which adapter: requests that wait, and those that run with it; and whether it has room beside these.
+
+Room is computed anew for an adapter only when rows have come into use, or out of it, since it was last asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from service.engine.loras.interfaces import Rows
+
+_UNKNOWN = (-1, False)
+
+
+@dataclass(slots=True)
+class Wanted:
+    """An adapter that has users.
+
+    rows       that it takes on the device, as its users say until it has been read
+    num_pins   users that run
+    num_reads  that were begun for its users; what was read once and given up is read again only when it can be used
+    num_misses reads that found no files
+    room       whether it has room, and the number of pin changes at which that was found
+    """
+
+    rows: Mapping[str, int] = field(default_factory=dict)
+    num_users: int = 0
+    num_pins: int = 0
+    num_reads: int = 0
+    num_misses: int = 0
+    room: tuple[int, bool] = _UNKNOWN
+
+    def is_of(self, rows: Mapping[str, int]) -> None:
+        """It has been read, and takes so many rows."""
+        self.rows, self.room = rows, _UNKNOWN
+
+    def forget_reads(self) -> None:
+        """They were of other files."""
+        self.num_reads = self.num_misses = 0
+
+
+class AdapterUsers:
+    """By digest.
+
+    rows             None where LoRA is off
+    num_pin_changes  how often rows have come into use, or out of it: whoever changes that says so here
+    """
+
+    def __init__(self, rows: Rows | None) -> None:
+        self.num_pin_changes = 0
+        self._rows = rows
+        self._wanted: dict[str, Wanted] = {}
+
+    def __len__(self) -> int:
+        return len(self._wanted)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._wanted)
+
+    def __contains__(self, digest: str) -> bool:
+        return digest in self._wanted
+
+    def __getitem__(self, digest: str) -> Wanted:
+        return self._wanted[digest]
+
+    def get(self, digest: str) -> Wanted | None:
+        """None if nobody wants it."""
+        return self._wanted.get(digest)
+
+    def enter(self, digest: str, rows: Mapping[str, int]) -> Wanted:
+        """One more, who says that it takes so many rows."""
+        wanted = self._wanted.setdefault(digest, Wanted())
+        if not wanted.rows:
+            wanted.rows = rows
+        wanted.num_users += 1
+        return wanted
+
+    def leave(self, digest: str) -> bool:
+        """One less, who holds no pin any more; whether that was the last one."""
+        wanted = self._wanted[digest]
+        wanted.num_users -= 1
+        assert wanted.num_pins <= wanted.num_users, "a request left with its pin"
+        if wanted.num_users:
+            return False
+        del self._wanted[digest]
+        return True
+
+    def is_in_use(self, digest: str) -> bool:
+        """Whether requests run with it, so that its rows are pinned."""
+        wanted = self._wanted.get(digest)
+        return wanted is not None and wanted.num_pins > 0
+
+    def has_room(self, digest: str) -> bool:
+        """Whether the rows in use leave it its own."""
+        assert self._rows is not None
+        wanted = self._wanted[digest]
+        if wanted.room[0] != self.num_pin_changes:
+            wanted.room = (self.num_pin_changes, self._rows.has_room(wanted.rows))
+        return wanted.room[1]
+
+    def num_rows(self, digest: str) -> int:
+        """That it takes on the device, in all groups together."""
+        return sum(self._wanted[digest].rows.values())
+
+    def fits_beside(self, digest: str, others: Collection[str]) -> bool:
+        """Whether it would have room if no other adapters than these, which are resident, were in use."""
+        assert self._rows is not None
+        return self._rows.fits_beside(self._wanted[digest].rows, others)
+
+    def check_integrity(self) -> None:
+        """Pins never exceed users, nothing is held for nobody, room is what it would be found to be."""
+        for digest, wanted in self._wanted.items():
+            assert 0 <= wanted.num_pins <= wanted.num_users, f"{digest}: more pins than users"
+            assert wanted.num_users, f"{digest}: kept for nobody"
+            assert (
+                wanted.room[0] != self.num_pin_changes
+                or self._rows is None
+                or (wanted.room[1] == self._rows.has_room(wanted.rows))
+            ), f"{digest}: room is wrong"

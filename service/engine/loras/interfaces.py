@@ -1,0 +1,83 @@
+"""What residency is made of, as far as the engine needs it: host memory, rows on the device, and who reads and copies.
+
+Tests have parts of their own, which they step without threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Protocol
+
+from adapters.memory.row_pool import PoolUsage
+
+
+class HostSource(Protocol):
+    """The host tier, as far as the engine needs it. `get` is called by the loader, the others in the step's thread."""
+
+    @property
+    def used_bytes(self) -> int:
+        """Of those that it keeps."""
+
+    @property
+    def num_kept(self) -> int:
+        """Adapters in host memory."""
+
+    def kept(self, digest: str) -> Any | None:
+        """The adapter if it is in host memory; reads nothing."""
+
+    def is_kept(self, digest: str) -> bool:
+        """Whether it is in host memory, which is no use of it."""
+
+    def get(self, digest: str) -> Any:
+        """The adapter in host memory, read from the store if need be; `rows` of it are those that it takes, `num_bytes`
+        its bytes."""
+
+    def drop(self, digest: str) -> None:
+        """Forget it; unknown digests are ignored."""
+
+    def take_evicted(self) -> list[str]:
+        """Digests that have made room for others since the last call."""
+
+
+class Loader(Protocol):
+    """Does what is submitted, one after the other: in a thread (`BriefThread`), or when a test says so."""
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Do `work`, which handles its own errors, after what was submitted before it. Raises RuntimeError, and has not
+        taken it, where it cannot be done."""
+
+    def close(self) -> None:
+        """Drop what has not begun, and wait for what has."""
+
+
+class CopyMark(Protocol):
+    """See `adapters.memory.copy_stream.Mark`."""
+
+    def is_reached(self) -> bool: ...
+
+
+class Rows(Protocol):
+    """The row pool, as far as the engine needs it."""
+
+    @property
+    def num_changes(self) -> int: ...
+
+    def load(self, digest: str, host_adapter: Any, *, may_evict: bool = True) -> CopyMark | None: ...
+    def publish(self, mark: Any) -> None: ...
+    def take_evicted(self) -> list[str]: ...
+    def pin(self, digest: str) -> None: ...
+    def unpin(self, digest: str) -> None: ...
+    def hold(self, digest: str, is_held: bool) -> None: ...
+    def drop(self, digest: str) -> None: ...
+    def check_size(self, rows: Mapping[str, int]) -> None: ...
+    def has_room(self, rows: Mapping[str, int]) -> bool: ...
+    def fits_beside(self, rows: Mapping[str, int], digests: Collection[str], *, and_held: bool = True) -> bool: ...
+    def place_of(self, digest: str) -> int | None: ...
+    def first_rows(self, place: int) -> tuple[int, ...]: ...
+    def rows_end(self, digests: Collection[str]) -> int: ...
+    def rows_needed(self, digests: Collection[str]) -> int: ...
+    def bring_below(self, end_row: int, digests: Collection[str], *, max_adapters: int) -> bool: ...
+    def resident(self) -> tuple[str, ...]: ...
+    def usage(self) -> PoolUsage: ...
+    def trim(self) -> None: ...
+    def check_integrity(self) -> None: ...

@@ -1,0 +1,271 @@
+"""Runs the model on one step's batch, and says what the engine must know about the model.
+
+Owns the caches (KV blocks and conv-state lines), allocated once; blocks and lines in use are the scheduler's to know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from adapters.layout import SIDE_GROUPS
+from kernels.platform import Platform
+from kernels.row_scatter import ops as row_scatter_ops
+from kernels.sampling import ops as sampling_ops
+from service.engine.ipc.config import EngineConfig
+from service.engine.model.cuda_graphs import CudaGraphs
+from service.engine.model.graphs import HIDDEN, CapturedSteps, Graphs, unreplayable_ops
+from service.engine.model.padding import Padding, StepSizes, from_python_on_npu, padded_tokens
+from service.models.errors import ModelError
+from service.models.step_batch import StepBatch
+
+# Captured beside those that are planned: steps of adapters that have more than rows.
+SPARE_GRAPHS = 64
+
+if TYPE_CHECKING:
+    from service.models.loader import LoadedModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capacity:
+    """The model and its caches in numbers. num_blocks and num_slots include the null block and the null slot.
+
+    max_blocks                        of one sequence
+    num_groups, side_groups           see `RowPlan.groups`, and where among them what is no row stands
+    row_element_bytes, row_alignment  of the LoRA rows, 0 where LoRA is off
+    num_window_rows                   LoRA rows behind the base weights; 0 where they stand by themselves
+    swaps_rows                        rows of adapters that run are brought to where windows are short
+    """
+
+    vocab_size: int
+    hidden_size: int
+    max_model_len_tokens: int
+    eos_token_ids: tuple[int, ...]
+    num_blocks: int
+    max_blocks: int
+    num_slots: int
+    has_conv: bool
+    num_groups: int
+    has_length_limits: bool
+    dtype: str
+    device: torch.device
+    row_element_bytes: int = 0
+    row_alignment: int = 0
+    num_window_rows: int = 0
+    swaps_rows: bool = False
+    side_groups: Mapping[str, int] = field(default_factory=dict)
+
+
+class Runner(Protocol):
+    """What the engine needs of a model. `captured` counts how its steps were run."""
+
+    capacity: Capacity
+    captured: CapturedSteps
+
+    def warm_up(self, config: EngineConfig) -> None:
+        """Compile all that steps within the configuration's sizes can need."""
+
+    def sizes_to_capture(self) -> tuple[Sequence[StepSizes], Sequence[StepSizes]]:
+        """Sizes that the engine is to `capture`: before the first request, and while it has nothing to do."""
+
+    def capture(self, batch: StepBatch, sizes: StepSizes) -> None:
+        """Have steps of these sizes captured, by running an empty one, which is not counted."""
+
+    def padded(self, exact: StepSizes) -> StepSizes:
+        """The sizes in which a step of these sizes is to be run."""
+
+    def run(self, batch: StepBatch, sizes: StepSizes) -> torch.Tensor:
+        """[rows of logits, vocab] in the model's dtype, each row contiguous; writes the caches. The next call may write
+        to that memory."""
+
+    def run_with_hidden(self, batch: StepBatch, sizes: StepSizes) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `run`, and the hidden states of all tokens behind the final norm: [tokens, hidden_size]. Runs eagerly."""
+
+
+class ModelRunner:
+    """A loaded model, its LoRA rows bound, with its `caches`.
+
+    graphs          None: the device's own, if it has such
+    num_kv_blocks   of the KV cache, of a trial that writes to none but the null block; None: what the budget holds
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        config: EngineConfig,
+        platform: Platform,
+        graphs: Graphs | None = None,
+        *,
+        num_kv_blocks: int | None = None,
+    ) -> None:
+        from service.models.layers.caches import allocate_caches
+
+        self.capacity = capacity_of(loaded, config, platform)
+        self._model = loaded.model
+        self._dtype = loaded.dtype
+        self.caches = allocate_caches(
+            loaded.spec,
+            num_kv_blocks or self.capacity.num_blocks,
+            config.block_size_tokens,
+            self.capacity.num_slots,
+            loaded.dtype,
+            loaded.device,
+        )
+        self._token_budget = config.token_budget
+        self._has_lora = config.row_bytes > 0
+        self._padding: Padding | None = None
+        # Of all steps that are replayed, and where in it those of a size have theirs: rows stand apart with a window.
+        self._logits = torch.empty(0, device=loaded.device)
+        self._logits_of: dict[StepSizes, torch.Tensor] = {}
+        reason = _eager_reason(config, platform.device, loaded, has_graphs=graphs is not None)
+        # Elsewhere nothing is captured, and padding costs.
+        self._is_npu = platform.device == "npu"
+        if loaded.device.type == "cuda" or (reason is None if self._is_npu else graphs is not None):
+            self._padding = Padding(
+                config.max_sequences, self.capacity.max_blocks, config.block_size_tokens, self._is_npu
+            )
+            num_elements = self._padding.max_rows * loaded.model.most_logits_columns
+            self._logits = torch.empty(num_elements, dtype=loaded.dtype, device=loaded.device)
+        if reason is None and graphs is None:
+            graphs = _graphs_of(loaded.device)
+        num_planned = sum(map(len, self._planned()))
+        self.captured = CapturedSteps(None if reason else graphs, reason, max_graphs=num_planned + SPARE_GRAPHS)
+
+    def warm_up(self, config: EngineConfig) -> None:
+        """See `Runner.warm_up`; the model's LoRA rows are bound by now."""
+        self._model.warm_up(self.caches, padded_tokens(config.token_budget), config.max_sequences)
+        sampling_ops.warm_up(self.capacity.vocab_size, self._dtype, self.capacity.device)
+        if self._has_lora:
+            row_scatter_ops.warm_up(self.capacity.device)
+
+    def sizes_to_capture(self) -> tuple[Sequence[StepSizes], Sequence[StepSizes]]:
+        """See `Runner.sizes_to_capture`."""
+        return ((), ()) if self.captured.is_off else self._planned()
+
+    def _planned(self) -> tuple[Sequence[StepSizes], Sequence[StepSizes]]:
+        """Of the sizes that there are, if steps can be captured."""
+        if self._padding is None:
+            return (), ()
+        return self._padding.to_capture(
+            token_budget=self._token_budget, has_lora=self._has_lora, num_window_rows=self.capacity.num_window_rows
+        )
+
+    def capture(self, batch: StepBatch, sizes: StepSizes) -> None:
+        """See `Runner.capture`."""
+        num_replayed = self.captured.num_replayed
+        self._run_shared(batch, sizes)
+        self.captured.num_replayed = num_replayed
+
+    def padded(self, exact: StepSizes) -> StepSizes:
+        """On a CPU a step is as large as it is; on an NPU it is so unless it is replayed."""
+        captured = None if self._padding is None else self._padding.captured(exact)
+        if self._is_npu and (captured is None or not self.captured.serves(captured)):
+            return from_python_on_npu(exact)
+        if self._padding is None:
+            return exact
+        if captured is None:
+            return self._padding.wide(exact)
+        return self.captured.nearest(captured, self._padding.with_longer_windows(captured))
+
+    def run(self, batch: StepBatch, sizes: StepSizes) -> torch.Tensor:
+        """See `Runner.run`."""
+        num_rows = sizes.num_tokens if sizes.num_rows is None else sizes.num_rows
+        if self._padding is None or num_rows > self._padding.max_rows:
+            self.captured.note_eager(sizes)
+            return self._model.forward(batch, self.caches)
+        is_padded = self._run_shared(batch, sizes)
+        # What is not padded is of a size that may not come again, and was not captured.
+        return self._logits_of[sizes] if is_padded else self._logits_of.pop(sizes)
+
+    def _run_shared(self, batch: StepBatch, sizes: StepSizes) -> bool:
+        """With logits in the memory that all such steps share; whether the sizes are padded ones."""
+        assert self._padding is not None
+        is_padded = self._padding.captured(sizes) == sizes
+        self.captured.run(batch, sizes, is_padded, lambda: self._forward(batch, sizes))
+        return is_padded
+
+    def run_with_hidden(self, batch: StepBatch, sizes: StepSizes) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Runner.run_with_hidden`."""
+        self.captured.note_eager(sizes, HIDDEN)
+        return self._model.forward_with_hidden(batch, self.caches)
+
+    def _forward(self, batch: StepBatch, sizes: StepSizes) -> None:
+        self._logits_of[sizes] = self._model.forward(batch, self.caches, self._logits)
+
+
+def _graphs_of(device: torch.device) -> Graphs:
+    if device.type == "npu":
+        from service.engine.model.npu_graphs import NpuGraphs
+
+        return NpuGraphs(device)
+    return CudaGraphs(device)
+
+
+def _eager_reason(config: EngineConfig, kind: str, loaded: LoadedModel, *, has_graphs: bool) -> str | None:
+    """Why no step is captured; None if steps are. `kind`: of the platform that serves the device."""
+    device, spec = loaded.device, loaded.spec
+    if config.eager:
+        return "asked for"
+    if kind == "npu" and not config.npu_graphs:
+        return "npu_graphs is off"
+    if not has_graphs and device.type not in ("cuda", "npu"):
+        return f"no graphs on {device.type}"
+    users = {"causal_conv1d": spec.convs, "gated_delta": spec.deltas, "experts": spec.moes}
+    unused = {op for op, layers in users.items() if not layers}
+    ops = unreplayable_ops(device, unused)
+    return f"{', '.join(ops)} not replayable" if ops else None
+
+
+def capacity_of(loaded: LoadedModel, config: EngineConfig, platform: Platform) -> Capacity:
+    """How the byte budgets divide into blocks and slots; the null block and the null slot come on top.
+
+    Raises ModelError if a budget does not hold a single block or line of state.
+    """
+    from service.models.layers.caches import kv_bytes_per_token, state_bytes_per_line
+
+    spec = loaded.spec
+    block_bytes = kv_bytes_per_token(spec, loaded.dtype) * config.block_size_tokens
+    num_blocks = config.kv_bytes // block_bytes
+    if num_blocks < 1:
+        raise ModelError(
+            f"The KV budget of {config.kv_bytes} bytes holds no block of {config.block_size_tokens} tokens, which "
+            f"takes {block_bytes} bytes; raise --kv-bytes."
+        )
+    num_slots = config.max_sequences
+    if spec.has_states and config.state_bytes is not None:
+        line_bytes = state_bytes_per_line(spec, loaded.dtype)
+        num_slots = min(num_slots, config.state_bytes // line_bytes)
+        if num_slots < 1:
+            raise ModelError(
+                f"The state budget of {config.state_bytes} bytes holds no line of state, one of which takes "
+                f"{line_bytes} bytes; raise --state-bytes."
+            )
+    context = spec.context_tokens
+    if config.max_model_len_tokens is not None:
+        context = min(config.max_model_len_tokens, spec.longest_context_tokens)
+    has_side = config.row_bytes > 0 and config.side_bytes > 0
+    side: tuple[str, ...] = SIDE_GROUPS if has_side else ()
+    side_groups = {group: len(loaded.layout.groups) + index for index, group in enumerate(side)}
+    longest = min(context, num_blocks * config.block_size_tokens)
+    return Capacity(
+        vocab_size=spec.vocab_size,
+        hidden_size=spec.hidden_size,
+        max_model_len_tokens=context,
+        eos_token_ids=spec.eos_token_ids,
+        num_blocks=1 + num_blocks,
+        max_blocks=-(-longest // config.block_size_tokens),
+        num_slots=1 + num_slots,
+        has_conv=spec.has_states,
+        num_groups=len(loaded.layout.groups) + len(side_groups),
+        side_groups=side_groups,
+        num_window_rows=loaded.model.num_window_rows,
+        swaps_rows=loaded.model.num_window_rows > 0 and platform.swaps_at_once,
+        has_length_limits=spec.needs_rope_limits,
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        device=loaded.device,
+        row_element_bytes=platform.row_dtype(loaded.dtype).itemsize if config.row_bytes else 0,
+        row_alignment=platform.row_alignment if config.row_bytes else 0,
+    )

@@ -1,0 +1,305 @@
+"""Whose turn it is: an engine's places, tokens and rows are divided between tenants by their weights, and what a tenant
+has equally between its adapters, of which the base model counts as one.
+
+A *flow* is what one tenant asks of one adapter: requests in the order of their arrival, of which some run. A tenant or
+a flow is *active* while it has requests. Everything is divided between those that are active and can use it, so that
+one alone has everything, and nothing stands idle that somebody could use.
+
+Places (slots, and the blocks behind them). The next place goes to the tenant that has the fewest running requests for
+its weight, in it to the flow that has the fewest, in that to its oldest request. If no place is free, or too few blocks
+are, one who has more yields: of the tenant that has most for its weight the largest flow's youngest, if that tenant has
+more than the newcomer's will have with one more; else likewise between the flows of the newcomer's own tenant. After
+such an exchange the opposite one is not due, so that nobody comes and goes. Blocks that run out under those who run are
+given up in the same order: who has most, yields.
+
+Where a tenant's weight is more times another's than there are places, that alone would never let the other one in. It
+is *owed* a place when it runs nothing although its deficit would pay for its next request, or is as large as can be,
+and somebody runs less for its weight than one request is for the other's. Then one of its requests counts as none until
+one has ended. So many at a time are owed one as there are places for the weights of all who run nothing else, since
+their requests may be longer than what they were paid for with.
+
+Tokens. Each running request that decodes has one token of each step. Who has a *deficit* goes first with the rest,
+which prompts are computed with, and among equal numbers of running requests with places: a deficit is what of past
+steps' tokens was due to a tenant (in proportion to weights) or a flow (equal parts of its tenant's) less what it was
+given. It never exceeds the tokens of one full step, either way: who asked for little builds up no claim, and who used
+what nobody wanted no debt. Only a tenant's that runs nothing goes on growing until it does, so that among those the one
+that has waited for longest is first. Who becomes active begins with none.
+
+Rows. See `row_reservations.py`.
+
+Preemption. Who yields gives up slot, blocks and pins at once, between two launches, as if blocks had run out; see
+`engine.py` for why a step in flight does not mind, and why it joins again only when its token in flight is known. It
+keeps its tokens and its age: its keys and values are computed anew from all of them, as a prompt is, and no token is
+told twice or changes. To a captured step a newcomer in its slot is a sequence like any other.
+
+Nobody starves. Let C be the tokens of a full step, T those of the longest request, prompt and answer, and n the number
+of flows, all tenants being equal. The oldest request of a flow of which nothing runs is passed only by flows with a
+higher deficit; one that is given 2 C + T tokens meanwhile has none, and who became active later has a lower one from
+the beginning. So it has a place when at most n (2 C + T) tokens were computed, beside those of requests that run
+already. Requests of one flow are served in order.
+
+Who owns: the scheduler, which moves requests between the lists, owns the sequences and what they hold; the queue owns
+lists and deficits alone. Cost per step: O(active tenants + flows + chunks) for deficits, O(1) while there is but one
+flow; and O(log flows) for each request that joins.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import insort
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
+
+from service.engine.scheduling.tenant_queue import Flow, TenantFlows, age, by_tenant, turn_of
+from service.engine.sequences.sequence import ScheduledChunk, Sequence
+
+
+class FairQueue:
+    """See the module's docstring."""
+
+    def __init__(self, token_budget: int) -> None:
+        self.num_waiting = 0
+        self._max_deficit_tokens = float(token_budget)
+        self._tenants: dict[str, TenantFlows] = {}
+        self._num_flows = 0
+
+    # ---- who waits and who runs
+
+    def add(self, sequence: Sequence) -> None:
+        """A new request; it waits."""
+        request = sequence.request
+        tenant = self._tenants.get(request.tenant)
+        if tenant is None:
+            tenant = self._tenants[request.tenant] = TenantFlows(request.weight)
+        tenant.weight = request.weight
+        flow = tenant.flows.get(sequence.adapter)
+        if flow is None:
+            flow = tenant.flows[sequence.adapter] = Flow(tenant, sequence.adapter)
+            self._num_flows += 1
+        insort(flow.waiting, sequence, key=age)
+        self.num_waiting += 1
+
+    def start(self, sequence: Sequence) -> None:
+        """One that waits runs from now on."""
+        flow = self.flow_of(sequence)
+        flow.waiting.remove(sequence)
+        insort(flow.running, sequence, key=age)
+        flow.steps_waiting_for_rows = 0
+        flow.tenant.num_running += 1
+        flow.tenant.deficit = min(flow.tenant.deficit, self._max_deficit_tokens)
+        self.num_waiting -= 1
+
+    def stop(self, sequence: Sequence) -> None:
+        """One that runs waits from now on."""
+        flow = self.flow_of(sequence)
+        flow.running.remove(sequence)
+        insort(flow.waiting, sequence, key=age)
+        flow.tenant.num_running -= 1
+        self.num_waiting += 1
+
+    def remove(self, sequence: Sequence, *, has_run: bool) -> None:
+        """One that waits is over; has_run: it did not wait until now."""
+        flow = self.flow_of(sequence)
+        flow.waiting.remove(sequence)
+        self.num_waiting -= 1
+        flow.tenant.is_owed &= not has_run
+        if not flow.waiting:
+            flow.steps_waiting_for_rows = 0
+        if flow.waiting or flow.running:
+            return
+        del flow.tenant.flows[flow.adapter]
+        self._num_flows -= 1
+        if not flow.tenant.flows:
+            del self._tenants[sequence.request.tenant]
+
+    def flow_of(self, sequence: Sequence) -> Flow:
+        return self._tenants[sequence.request.tenant].flows[sequence.adapter]
+
+    def flows(self) -> Iterator[Flow]:
+        """All that are active."""
+        for tenant in self._tenants.values():
+            yield from tenant.flows.values()
+
+    @property
+    def tenants(self) -> Collection[TenantFlows]:
+        """All that are active."""
+        return self._tenants.values()
+
+    def waiting(self) -> list[Sequence]:
+        """All that wait, by age."""
+        return sorted((one for flow in self.flows() for one in flow.waiting), key=age)
+
+    # ---- places
+
+    def in_turn(self, flows: Iterable[Flow], lets_in: Callable[[Sequence], bool]) -> Iterator[Sequence]:
+        """Requests of these flows, all of which wait, in the order in which they have a right to a place, without those
+        that are not let in. What the caller has not started when it asks for the next is passed over, with the rest of
+        its flow."""
+        tenants = []
+        for index, of_tenant in enumerate(by_tenant(flows)):
+            tenant, oldest = of_tenant[0][3].tenant, min(key for _, _, key, _ in of_tenant)
+            heapq.heapify(of_tenant)
+            tenants.append((tenant.places_for_weight(1), -tenant.deficit, oldest, index, tenant, of_tenant))
+        heapq.heapify(tenants)
+        while tenants:
+            turn, deficit, oldest, index, tenant, of_tenant = tenants[0]
+            flow = heapq.heappop(of_tenant)[3]
+            sequence = next((one for one in flow.waiting if lets_in(one)), None)
+            if sequence is not None:
+                yield sequence
+                if sequence.is_running and flow.waiting:
+                    heapq.heappush(of_tenant, turn_of(flow))
+            # Who is passed over has had its turn too, so that the other tenants have theirs.
+            turn += 1 / tenant.weight
+            if of_tenant:
+                heapq.heapreplace(tenants, (turn, deficit, oldest, index, tenant, of_tenant))
+            else:
+                heapq.heappop(tenants)
+
+    def turns(self, flows: Iterable[Flow]) -> list[Flow]:
+        """Of these flows, all of which wait, each once, in the order in which they have a right to their next place."""
+        turns = []
+        for of_tenant in by_tenant(flows):
+            tenant = of_tenant[0][3].tenant
+            for index, (_, _, oldest, flow) in enumerate(sorted(of_tenant)):
+                turns.append((tenant.places_for_weight(1 + index), -tenant.deficit, oldest, flow))
+        return [flow for _, _, _, flow in sorted(turns)]
+
+    def has_excess(self) -> bool:
+        """Whether anybody could be among the `exceeding` of somebody who waits."""
+        most, fewest = 0.0, math.inf
+        for tenant in self._tenants.values():
+            most = max(most, tenant.places_for_weight())
+            wanting = [len(flow.running) for flow in tenant.flows.values() if flow.waiting]
+            if wanting:
+                fewest = min(fewest, tenant.places_for_weight(1))
+                if max(len(flow.running) for flow in tenant.flows.values()) > min(wanting) + 1:
+                    return True
+        return most > fewest
+
+    def exceeding(self, newcomer: Sequence) -> Iterator[Sequence]:
+        """Running requests beyond the parts of their tenants and flows, now that `newcomer` asks for a place; each as
+        if those before it had yielded."""
+        if self._num_flows == 1:
+            return
+        flow = self.flow_of(newcomer)
+        tenant, gone = flow.tenant, Counter[int]()
+        while True:
+            yielding = None
+            others = [one for one in self._tenants.values() if one is not tenant]
+            most = max(others, key=lambda one: one.places_for_weight(-gone[id(one)]), default=None)
+            if most is not None and most.places_for_weight(-gone[id(most)]) > tenant.places_for_weight(1):
+                yielding = _largest(most, gone)
+            else:
+                own = _largest(tenant, gone)
+                if own is not None and len(own.running) - gone[id(own)] > len(flow.running) + 1:
+                    yielding = own
+            if yielding is None:
+                return
+            gone[id(yielding)] += 1
+            gone[id(yielding.tenant)] += 1
+            yield yielding.running[-gone[id(yielding)]]
+
+    def last_in_turn(self) -> Sequence:
+        """The running request that yields when blocks run out. There must be one."""
+        tenant = max(
+            (one for one in self._tenants.values() if one.num_running),
+            key=lambda one: (one.places_for_weight(), max(f.running[-1].key for f in one.flows.values() if f.running)),
+        )
+        flow = max(
+            (one for one in tenant.flows.values() if one.running),
+            key=lambda one: (len(one.running), one.running[-1].key),
+        )
+        return flow.running[-1]
+
+    # ---- tokens
+
+    def prompt_turn(self, sequence: Sequence) -> tuple[float, float, int]:
+        """Sorts those whose prompts are computed: lower ones first."""
+        flow = self.flow_of(sequence)
+        return -flow.tenant.deficit, -flow.deficit, sequence.key
+
+    def beside_flood(self, sequences: Iterable[Sequence]) -> list[Sequence]:
+        """Of these running ones those whose flows run nothing else, while another tenant, or another flow of their own,
+        has more than half of what runs."""
+        half = sum(tenant.num_running for tenant in self._tenants.values()) / 2
+        largest = next((tenant for tenant in self._tenants.values() if tenant.num_running > half), None)
+        if self._num_flows == 1 or largest is None or half < 1:
+            return []
+        has_large_flow = any(len(flow.running) > half for flow in largest.flows.values())
+        beside = []
+        for sequence in sequences:
+            flow = self.flow_of(sequence)
+            if len(flow.running) == 1 and (has_large_flow or flow.tenant is not largest):
+                beside.append(sequence)
+        return beside
+
+    def charge(self, chunks: Collection[ScheduledChunk]) -> None:
+        """A step gives these tokens."""
+        if self._num_flows <= 1:
+            return
+        for chunk in chunks:
+            flow = self.flow_of(chunk.sequence)
+            flow.num_tokens += chunk.num_tokens
+            flow.tenant.num_tokens += chunk.num_tokens
+        num_tokens = sum(tenant.num_tokens for tenant in self._tenants.values())
+        due_for_weight = num_tokens / sum(tenant.weight for tenant in self._tenants.values())
+        for tenant in self._tenants.values():
+            due = tenant.num_tokens / len(tenant.flows)
+            for flow in tenant.flows.values():
+                flow.deficit = self._bounded(flow.deficit + due - flow.num_tokens)
+                flow.num_tokens = 0
+            deficit = tenant.deficit + due_for_weight * tenant.weight - tenant.num_tokens
+            # While it runs nothing, who has waited for longest has most.
+            tenant.deficit = self._bounded(deficit) if tenant.num_running else max(deficit, -self._max_deficit_tokens)
+            tenant.num_tokens = 0
+        self._owe_places()
+
+    def _owe_places(self) -> None:
+        """Mark who is owed a place from now on, the largest deficits first."""
+        apart = [one for one in self._tenants.values() if one.is_owed or not one.num_running]
+        if not apart or len(apart) == len(self._tenants):
+            return
+        tenants = self._tenants.values()
+        fewest = min(one.places_for_weight() for one in tenants if one.num_running)
+        due = sum(one.weight for one in apart) / sum(one.weight for one in tenants)
+        num_more = int(max(1.0, due * sum(one.num_running for one in tenants))) - sum(one.is_owed for one in apart)
+        for tenant in sorted(apart, key=lambda one: -one.deficit):
+            if num_more <= 0:
+                return
+            if tenant.is_owed or fewest >= tenant.places_for_weight(1):
+                continue
+            shortest = min(flow.waiting[0].max_total for flow in tenant.flows.values())
+            if tenant.deficit >= min(shortest, self._max_deficit_tokens):
+                tenant.is_owed = True
+                num_more -= 1
+
+    def _bounded(self, deficit: float) -> float:
+        return min(max(deficit, -self._max_deficit_tokens), self._max_deficit_tokens)
+
+    def check_integrity(self) -> None:
+        """Lists are in order, counts add up, and nothing is kept for nobody."""
+        for tenant in self._tenants.values():
+            assert tenant.flows, "a tenant without requests"
+            assert tenant.num_running == sum(len(flow.running) for flow in tenant.flows.values()), "running miscounted"
+        for flow in self.flows():
+            assert flow.waiting or flow.running, "a flow without requests"
+            told = flow.tenant.deficit if flow.tenant.num_running else min(flow.tenant.deficit, 0.0)
+            assert abs(flow.deficit) <= self._max_deficit_tokens >= abs(told), "a deficit without bound"
+            assert all(one.is_running for one in flow.running), "a waiting one among those that run"
+            assert not any(one.is_running for one in flow.waiting), "a running one among those that wait"
+            for requests in (flow.waiting, flow.running):
+                assert requests == sorted(requests, key=age), "not in order of arrival"
+        assert self._num_flows == sum(1 for _ in self.flows()), "flows miscounted"
+        assert self.num_waiting == len(self.waiting()), "waiting miscounted"
+
+
+def _largest(tenant: TenantFlows, gone: Counter[int]) -> Flow | None:
+    """The flow that runs most, without those that have gone; of equal ones the one whose youngest is youngest."""
+    running = [flow for flow in tenant.flows.values() if len(flow.running) > gone[id(flow)]]
+    return max(
+        running,
+        key=lambda flow: (len(flow.running) - gone[id(flow)], flow.running[-1 - gone[id(flow)]].key),
+        default=None,
+    )

@@ -1,0 +1,319 @@
+"""Which sequences run in the next step, with how many tokens each.
+
+Owns the waiting and the running ones and, through them, who holds a slot, blocks and a pin on adapter rows: a running
+sequence holds all of its own, a waiting one holds nothing. Freed on `remove` (ended, aborted) and on preemption, at
+once and completely, whether or not a launched step still works with them: see `engine.py` for why that is right.
+
+It counts tokens and never looks at their values: what a launched step samples is a token like any other here.
+
+One step, under one token budget:
+1. waiting sequences join, in the order of `fair_queue.py`, while there are tokens for them, and take a slot, their
+   adapter's rows, and blocks for all their present tokens. Where these are not free, those yield who have more than
+   their part. One whose adapter has not been read, or finds no rows, is passed over, not waited for; one that finds no
+   blocks is waited for;
+2. every decoding sequence gets one token, prompts a chunk of what is left, largest deficit first. If blocks run out,
+   running sequences yield, who has most first: they give up everything and wait to be computed again from their tokens,
+   so that nothing is lost and the output does not change. Since each has joined with the blocks of its next token,
+   every one that yields so leaves a token behind it, hence there is progress.
+   Where a step takes as long as its tokens do (`prompts_apart`), the first prompt of a newcomer beside a flood has a
+   step to itself, as far as the step of all would have had it too: the others' tokens come in the next one, when they
+   would have come with it, and the newcomer's does not wait for them.
+   Sequences whose grammars cost the others too much sit the step out, see `grammar_budget.py`.
+
+Cost per step: O(running + flows), and what `fair_queue.py` says.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from itertools import accumulate, pairwise
+
+from service.engine.loras.prefetch import AdapterLoads
+from service.engine.scheduling.fair_queue import FairQueue
+from service.engine.scheduling.kv_blocks import BlockPool
+from service.engine.scheduling.row_reservations import RowSharing
+from service.engine.scheduling.step_tokens import StepTokens
+from service.engine.scheduling.tenant_queue import Flow, age
+from service.engine.sequences.grammar_budget import GrammarTurns
+from service.engine.sequences.sequence import ScheduledChunk, Sequence
+from service.engine.sequences.slots import Slots
+
+
+def _count(chunk: ScheduledChunk) -> None:
+    """The chunk will run: what it computes and samples is counted from now on."""
+    sequence = chunk.sequence
+    sequence.num_computed += chunk.num_tokens
+    sequence.num_prompt_logprobs += chunk.num_prompt_logits
+    if chunk.samples and sequence.request.sampling.max_tokens > 0:
+        sequence.num_in_flight += 1
+
+
+class Scheduler:
+    """See the module's docstring. `running` is in the order of arrival."""
+
+    def __init__(
+        self,
+        blocks: BlockPool,
+        slots: Slots,
+        adapter_loads: AdapterLoads,
+        *,
+        block_size_tokens: int,
+        token_budget: int,
+        max_steps_waiting_for_rows: int,
+        max_prompt_logits: int,
+        prompts_apart: bool = False,
+    ) -> None:
+        self.blocks = blocks
+        self.slots = slots
+        self.adapter_loads = adapter_loads
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self.grammar_turns = GrammarTurns()
+        self._queue = FairQueue(token_budget)
+        self._row_sharing = RowSharing(self._queue, adapter_loads, max_steps=max_steps_waiting_for_rows)
+        self._block_size = block_size_tokens
+        self._token_budget = token_budget
+        self._max_prompt_logits = max_prompt_logits
+        self._prompts_apart = prompts_apart
+        self._was_apart = False  # the last step had newcomers alone
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        """In the order of arrival."""
+        return self._queue.waiting()
+
+    @property
+    def num_waiting(self) -> int:
+        return self._queue.num_waiting
+
+    def add(self, sequence: Sequence) -> None:
+        """A new request; it waits."""
+        self._queue.add(sequence)
+        if sequence.adapter is not None:
+            sequence.came_from = self.adapter_loads.enter(sequence.adapter, sequence.request.adapter_rows)
+
+    def remove(self, sequence: Sequence) -> None:
+        """The request is over, for whatever reason: everything it holds is free when this returns."""
+        if has_run := sequence.is_running:
+            self._stop(sequence)
+        self._queue.remove(sequence, has_run=has_run)
+        if sequence.adapter is not None:
+            self.adapter_loads.leave(sequence.adapter)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """A running one yields all that it holds, and waits to be computed again."""
+        self._stop(sequence)
+        sequence.num_computed = 0
+        self.num_preemptions += 1
+
+    def schedule(self) -> list[ScheduledChunk]:
+        """The next step; blocks for its tokens are taken. Empty if nothing can run now."""
+        if self._queue.num_waiting:
+            self._admit()
+        self.adapter_loads.follow_hints()
+        chunks = self._chunks()
+        for chunk in chunks:
+            _count(chunk)
+        self._queue.charge(chunks)
+        return chunks
+
+    def check_integrity(self) -> None:
+        """Slots, blocks and pins are held by running sequences and by nobody else."""
+        self.blocks.check_integrity()
+        held = sum(len(self.blocks.blocks(sequence.key)) for sequence in self.running)
+        assert held == self.blocks.num_used, "blocks held by a sequence that does not run"
+        self.slots.check_integrity()
+        assert self.slots.num_used == len(self.running), "slots held by a sequence that does not run"
+        assert all(a.key < b.key for a, b in pairwise(self.running)), "not in order of arrival"
+        for sequence in self.running:
+            covered = len(self.blocks.blocks(sequence.key)) * self._block_size
+            assert sequence.num_computed <= covered, "computed tokens without blocks"
+        assert all(sequence.num_computed == 0 for sequence in self.waiting), "a waiting sequence holds results"
+        self._queue.check_integrity()
+        self.adapter_loads.check_integrity()
+
+    # ---- who runs
+
+    def _admit(self) -> None:
+        """Let waiting sequences run, and have the adapters read that others of them wait for."""
+        self._row_sharing.begin_step(self.running)
+        ready, unread = [], []
+        for flow in self._queue.flows():
+            if flow.waiting and (flow.adapter is None or self.adapter_loads.is_on_device(flow.adapter)):
+                ready.append(flow)
+            elif flow.waiting:
+                unread.append(flow)
+        if unread:
+            self._prefetch(unread)
+            for flow in unread:
+                assert flow.adapter is not None, "the base is not read"
+                if self.adapter_loads.is_read(flow.adapter):
+                    ready.append(flow)
+                elif self.slots.num_free:
+                    flow.steps_waiting_for_rows += 1
+        if ready and (self.slots.num_free or self._queue.has_excess()):
+            self._join(ready)
+
+    def _prefetch(self, flows: list[Flow]) -> None:
+        """Have these adapters read, in their turn."""
+        wanted: dict[str, bool] = {}
+        tenants = set()
+        for flow in self._queue.turns(flows):
+            assert flow.adapter is not None, "the base is not read"
+            may_join = any(map(self._row_sharing.lets_in, flow.waiting))
+            has_room = may_join and self.adapter_loads.has_room(flow.adapter)
+            if may_join and not has_room and flow.tenant not in tenants:
+                tenants.add(flow.tenant)  # other tenants' rows are asked for once
+                has_room = bool(self._row_sharing.yielding_to(flow.waiting[0]))
+            wanted[flow.adapter] = wanted.get(flow.adapter, False) or has_room
+        self.adapter_loads.prefetch(wanted, self._row_sharing.first)
+
+    def _join(self, flows: list[Flow]) -> None:
+        """Let sequences of these run, whose adapters have been read; see the module's docstring."""
+        prompts = [one for one in self.running if one.num_to_compute > 1]
+        budget = self._token_budget - (len(self.running) - len(prompts))
+        free_blocks = self._free_blocks()
+        for sequence in self._queue.in_turn(flows, self._row_sharing.lets_in):
+            if sequence.num_in_flight:  # it has just yielded, and joins when all its tokens are known
+                continue
+            # Without a free slot one that decodes makes room, also in the budget.
+            if self._tokens_before(sequence, prompts) >= budget + (self.slots.num_free == 0):
+                continue
+            num_preemptions = self.num_preemptions
+            if not self._find_rows(sequence):
+                continue
+            if num_preemptions != self.num_preemptions:
+                free_blocks = self._free_blocks()
+            need = self._blocks_missing(sequence)
+            if (self.slots.num_free == 0 or need > free_blocks) and not self._find_place(sequence, need - free_blocks):
+                return
+            if sequence.adapter is not None:
+                self.adapter_loads.acquire(sequence.adapter)
+            self._start(sequence)
+            prompts.append(sequence)
+            free_blocks = self._free_blocks()
+
+    def _tokens_before(self, sequence: Sequence, prompts: list[Sequence]) -> int:
+        """Of the step's budget, tokens of those whose prompts are computed before its own."""
+        if not prompts:
+            return 0
+        turn = self._queue.prompt_turn(sequence)
+        return sum(self._most_tokens(one) for one in prompts if one.is_running and self._queue.prompt_turn(one) < turn)
+
+    def _most_tokens(self, sequence: Sequence) -> int:
+        """That it can use in a step."""
+        has_logprobs = sequence.num_prompt_logprobs_missing > 0
+        return min(sequence.num_to_compute, self._max_prompt_logits) if has_logprobs else sequence.num_to_compute
+
+    def _find_rows(self, sequence: Sequence) -> bool:
+        """Whether its adapter is on the device, those in use having made room if need be. Where a copy takes time it is
+        there in a later step."""
+        adapter = sequence.adapter
+        if adapter is None or self.adapter_loads.is_on_device(adapter):
+            return True
+        if not self.adapter_loads.can_bring(adapter):
+            yielding = self._row_sharing.yielding_to(sequence)
+            if not yielding:
+                self._queue.flow_of(sequence).steps_waiting_for_rows += 1
+                return False
+            for one in [one for one in self.running if one.adapter in yielding]:
+                self.preempt(one)
+        return self.adapter_loads.bring(adapter)
+
+    def _find_place(self, sequence: Sequence, num_blocks: int) -> bool:
+        """A slot and so many more blocks, of those who have more than their part; none yields if it is not enough."""
+        yielding: list[Sequence] = []
+        num_slots = self.slots.num_free
+        exceeding = self._queue.exceeding(sequence)
+        while num_slots == 0 or num_blocks > 0:
+            one = next(exceeding, None)
+            if one is None:
+                return False
+            yielding.append(one)
+            num_slots += 1
+            num_blocks -= len(self.blocks.blocks(one.key)) + self._blocks_missing(one)
+        for one in yielding:
+            self.preempt(one)
+        return True
+
+    def _start(self, sequence: Sequence) -> None:
+        """The sequence runs from now on, its pin being taken already."""
+        sequence.slot = self.slots.take()
+        self._queue.start(sequence)
+        insort(self.running, sequence, key=age)
+        self.blocks.open(sequence.key, self._blocks_for(sequence.max_total))
+
+    def _stop(self, sequence: Sequence) -> None:
+        """The sequence runs no more: slot, blocks and pin are given back."""
+        self.running.remove(sequence)
+        self.slots.release(sequence.slot)
+        sequence.slot = 0
+        self.blocks.release(sequence.key)
+        self._queue.stop(sequence)
+        if sequence.adapter is not None:
+            self.adapter_loads.release(sequence.adapter)
+
+    # ---- what they compute
+
+    def _chunks(self) -> list[ScheduledChunk]:
+        tokens = StepTokens(self._token_budget, self._max_prompt_logits)
+        chunks: dict[int, ScheduledChunk] = {}
+        prompts: list[Sequence] = []
+        others: list[Sequence] = []
+        sitting_out = self.grammar_turns.sitting_out(self.running)
+        for sequence in self.running:
+            if sequence not in sitting_out:
+                (prompts if sequence.num_to_compute > 1 else others).append(sequence)
+        if len(prompts) > 1:
+            prompts.sort(key=self._queue.prompt_turn)
+        for sequence in self._newcomers(prompts, len(others)):
+            if sequence.is_running:
+                self._add_chunk(chunks, sequence, tokens)
+        self._was_apart = bool(chunks)
+        if not chunks:
+            for sequence in [*others, *prompts]:
+                if sequence.is_running:
+                    self._add_chunk(chunks, sequence, tokens)
+        if not chunks:  # nobody is held up by those that were to sit out
+            for sequence in sorted(sitting_out, key=age):
+                if sequence.is_running:
+                    self._add_chunk(chunks, sequence, tokens)
+        return list(chunks.values())
+
+    def _newcomers(self, prompts: list[Sequence], num_others: int) -> list[Sequence]:
+        """Of these, in their turn, those that have a step to themselves: beside a flood, while a step of all would have
+        tokens for them."""
+        if not self._prompts_apart or self._was_apart:
+            return []
+        num_left = self._token_budget - num_others
+        num_tokens = accumulate(map(self._most_tokens, prompts))
+        fitting = [one for one, num in zip(prompts, num_tokens, strict=True) if num <= num_left]
+        return self._queue.beside_flood(fitting)
+
+    def _add_chunk(self, chunks: dict[int, ScheduledChunk], sequence: Sequence, tokens: StepTokens) -> None:
+        """Its part of the step, with blocks, if there is one. Others may yield, and lose theirs."""
+        chunk = tokens.take(sequence)
+        if chunk is None:
+            return
+        total = self._blocks_for(sequence.num_computed + chunk.num_tokens)
+        while not self.blocks.extend(sequence.key, total):
+            last = self._queue.last_in_turn()
+            self.preempt(last)
+            chunks.pop(last.key, None)
+            if last is sequence:
+                return
+        chunks[sequence.key] = chunk
+
+    # ---- blocks
+
+    def _free_blocks(self) -> int:
+        """That none of the running ones needs for its present tokens and the next."""
+        return self.blocks.num_free - sum(self._blocks_missing(sequence) for sequence in self.running)
+
+    def _blocks_missing(self, sequence: Sequence) -> int:
+        """Blocks it lacks for all its present tokens and the next; admitted with fewer, it would soon be preempted."""
+        held = len(self.blocks.blocks(sequence.key)) if sequence.is_running else 0
+        return max(self._blocks_for(min(sequence.num_tokens + 1, sequence.max_total)) - held, 0)
+
+    def _blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)

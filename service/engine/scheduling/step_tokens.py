@@ -1,0 +1,39 @@
+"""The tokens of one step, as they are handed out."""
+
+from __future__ import annotations
+
+from service.engine.sequences.sequence import ScheduledChunk, Sequence
+
+
+class StepTokens:
+    """A step's budget of tokens, and of logits of prompt tokens. What one that yields had taken is not given again."""
+
+    def __init__(self, num_tokens: int, max_prompt_logits: int) -> None:
+        self.num_left = num_tokens
+        self._prompt_logits_left = max_prompt_logits
+
+    def take(self, sequence: Sequence) -> ScheduledChunk | None:
+        """As many of the sequence's tokens as are left, with the logits that they must yield; None if none are."""
+        start, num_tokens = sequence.num_computed, min(self.num_left, sequence.num_to_compute)
+        adapter_start = sequence.request.adapter_start
+        if start < adapter_start:  # a chunk is the base's or the adapter's, since all its tokens are of one segment
+            num_tokens = min(num_tokens, adapter_start - start)
+        if num_tokens <= 0:
+            return None
+        end = start + num_tokens
+        if not sequence.num_prompt_logprobs_missing:
+            samples = end == sequence.num_tokens
+            self.num_left -= num_tokens
+            return ScheduledChunk(sequence, start, num_tokens, int(samples), samples)
+        # The logits of token i tell of prompt token i + 1; entry 0 has no logprob and is there from the start.
+        first = sequence.num_prompt_logprobs
+        first_row = max(start, first - 1)
+        end = min(end, first_row + self._prompt_logits_left)
+        if end <= start:
+            return None
+        self.num_left -= end - start
+        num_logits = max(end - first_row, 0)
+        self._prompt_logits_left -= num_logits
+        num_prompt_logits = min(num_logits, sequence.num_prompt - first)
+        samples = end == sequence.num_tokens
+        return ScheduledChunk(sequence, start, end - start, num_logits, samples, first, num_prompt_logits)

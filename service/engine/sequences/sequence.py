@@ -1,0 +1,123 @@
+"""One request inside the engine: its tokens, what has been computed of them, and what it holds.
+
+The scheduler changes `num_computed`, `slot` and the lists the sequence stands in; the engine appends tokens.
+
+A token is *in flight* from the launch of the step that samples it to its collection: it is counted everywhere, and its
+value is on the device only, in the request table at the sequence's slot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from kernels.sampling.scored_token import ScoredToken
+from service.engine.ipc.messages import Submit, Tier
+
+if TYPE_CHECKING:
+    from service.engine.sequences.constraint import TokenConstraint
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request, waiting or running.
+
+    key            arrival number: the key of its block account, and its age
+    token_ids      prompt and output, as far as the host knows them
+    num_in_flight  tokens behind these that a launched step samples
+    num_computed   tokens whose keys, values and conv state are in the caches, or will be when the launched steps have
+                   run; 0 after a preemption
+    seed           of its random stream, drawn by the engine where the request names none
+    parameters     of its sampling, `kernels.sampling.parameter_rows.row_of`
+    stop_ids       tokens that end it (stop_token_ids, and end-of-sequence unless ignored)
+    slot           of a running sequence, which so holds blocks and a pin too; 0 for a waiting one
+    num_prompt_logprobs  entries of `prompt_logprobs` that there are, or will be when the launched steps have run
+    prompt_logprobs  of the prompt so far, entry 0 None; empty where not asked for
+    prompt_logprobs_sent  the one message that carries them has gone out
+    constraint     on its tokens, by a grammar, a list of those allowed or bad words; None without one. It has seen all
+                   tokens that the host knows, whatever the scheduler does with the sequence
+    came_from      the tier that had its adapter when it came; None without one, and once its first token was told
+    came_at        the engine's clock then, in seconds, and its number of steps
+    pooled         of its hidden states, once its last prompt token is computed; see `Finished`
+    """
+
+    request: Submit
+    key: int
+    seed: int
+    parameters: np.ndarray
+    stop_ids: frozenset[int]
+    token_ids: list[int]
+    num_prompt: int
+    num_in_flight: int = 0
+    num_computed: int = 0
+    slot: int = 0
+    num_prompt_logprobs: int = 0
+    prompt_logprobs: list[ScoredToken | None] = field(default_factory=list)
+    prompt_logprobs_sent: bool = False
+    constraint: TokenConstraint | None = None
+    came_from: Tier | None = None
+    came_at: tuple[float, int] = (0.0, 0)
+    pooled: bytes | None = None
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def adapter(self) -> str | None:
+        return self.request.adapter
+
+    @property
+    def is_running(self) -> bool:
+        return self.slot != 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output, tokens in flight included."""
+        return len(self.token_ids) + self.num_in_flight
+
+    @property
+    def max_total(self) -> int:
+        """The most tokens the sequence can have: prompt + max_tokens."""
+        return self.num_prompt + self.request.sampling.max_tokens
+
+    @property
+    def num_to_compute(self) -> int:
+        """Tokens that the next steps must compute. The last token of a request is sampled and never computed."""
+        return 0 if self.num_in_flight and self.num_tokens >= self.max_total else self.num_tokens - self.num_computed
+
+    @property
+    def num_prompt_logprobs_missing(self) -> int:
+        """Prompt tokens whose log probabilities are asked for, and which no launched step yields."""
+        if self.request.sampling.prompt_logprobs is None:
+            return 0
+        return self.num_prompt - self.num_prompt_logprobs
+
+
+@dataclass(slots=True)  # not frozen: a step makes one for each sequence, which would take thrice as long
+class ScheduledChunk:
+    """A sequence's part of one step: its tokens [start, start + num_tokens), logits of the last `num_logits`.
+
+    num_prompt_logits  of these logits tell of prompt tokens, from number `first_prompt_logprob` on
+    samples            the last of these logits yields the sequence's next token
+    """
+
+    sequence: Sequence
+    start: int
+    num_tokens: int
+    num_logits: int
+    samples: bool
+    first_prompt_logprob: int = 0
+    num_prompt_logits: int = 0
+
+    @property
+    def adapter(self) -> str | None:
+        """Whose tokens these are: the sequence's adapter may begin behind them."""
+        return self.sequence.adapter if self.start >= self.sequence.request.adapter_start else None
+
+    @property
+    def is_decode(self) -> bool:
+        """One token, sampled by an earlier step."""
+        return self.num_tokens == 1 and self.start >= self.sequence.num_prompt

@@ -1,0 +1,187 @@
+"""The steps that look at single ops: the doctor on the real model, Triton's first launch, races, attention."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from adapters.isolation.child_process import child_environment
+from kernels.platform import IMPLEMENTATIONS, detect, in_use, installed, prepare
+from kernels.probe import run as probing
+from kernels.probe.cases.lora import race_cases
+from kernels.probe.cases.registry import Case, cases_of
+from kernels.probe.cases.test_tensors import Place
+from kernels.probe.op_reports import OpReport
+from kernels.shapes import ProbeShapes
+from service.doctor.report import Level
+from service.first_host.steps.step_process import StepFailed, StepHost
+
+if TYPE_CHECKING:
+    from kernels.platform import Platform
+
+NUM_REPEATS = 20
+_HEAD_DIMS = (64, 128)
+_FIRST_LAUNCH_SECONDS = 100.0
+# Of a step that looks at many things: the share of its time after which it begins no more of them.
+_TIME_SHARE = 0.85
+
+
+def doctor(host: StepHost) -> None:
+    """The doctor's whole report, on the model that is to be served."""
+    from service.doctor.command import examine
+
+    arguments = argparse.Namespace(
+        device=host.device,
+        model_dir=host.options["model_dir"],
+        dtype=host.options["dtype"],
+        store_dir=host.options["store_root"],
+        block_size_tokens=host.options["block_size_tokens"],
+    )
+    report = examine(arguments, host.tell).as_json()
+    host.facts(verdict=report["sentence"], ops=_ops(report), report=report["sections"])
+    for finding in report["findings"]:
+        if finding["section"] not in ("versions", "environment", "device"):  # the first step has told
+            host.find(finding["level"], finding["code"], finding["message"], finding["cure"])
+    if report["exit_code"] == 2 and not any(one["level"] == "error" for one in report["findings"]):
+        raise StepFailed(report["sentence"])
+
+
+def _ops(report: dict[str, Any]) -> list[dict[str, Any]]:
+    found = report["sections"].get("ops", {}).get("ops", [])
+    return [{"op": one["op"], "wished": one["wished"], "used": one["used"]} for one in found]
+
+
+def triton(host: StepHost) -> None:
+    """The LoRA kernels' first launch in two processes that share a cache, which is empty for the first of them."""
+    module = IMPLEMENTATIONS[host.device_type]["lora"][0]
+    host.facts(implementation=module)
+    with tempfile.TemporaryDirectory(prefix="multilora-first-host-") as cache:
+        for name in ("empty_cache", "full_cache"):
+            host.tell(f"first launch with {name.replace('_', ' ')}")
+            host.facts(**{name: _first_launch(host, cache)})
+
+
+def _first_launch(host: StepHost, cache: str) -> dict[str, Any]:
+    request = json.dumps({"device": host.device, "model_dir": host.options["model_dir"]})
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "service.first_host.steps.first_launch", request],
+            env={**child_environment(), "TRITON_CACHE_DIR": cache},
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_FIRST_LAUNCH_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise StepFailed(f"The first launch did not end within {_FIRST_LAUNCH_SECONDS:.0f} s. {_TRY}") from error
+    if done.returncode != 0:
+        last = done.stderr.strip().rpartition("\n")[2][-400:]
+        raise StepFailed(f"The first launch ended with exit code {done.returncode} ({last}). {_TRY}")
+    facts: dict[str, Any] = json.loads(done.stdout.strip().rpartition("\n")[2])
+    return facts
+
+
+_TRY = (
+    "Where Triton fails on an NPU, build the image with the second set of pins (--build-arg NPU_PINS=2.12, see "
+    "docs/ascend.md), which has triton-ascend 3.2.2, and run this command again."
+)
+
+
+def races(host: StepHost) -> None:
+    """Each case of each op, again and again on fresh memory: the same bits, and right ones."""
+    platform, shapes = _served(host)
+    rows: list[dict[str, Any]] = []
+    until = time.monotonic() + host.limit_seconds * _TIME_SHARE
+    for op, name, case in _race_cases(platform, shapes):
+        if time.monotonic() > until:
+            host.find("warning", "races-cut-short", f"There was no time for {op}/{name} and what follows.", None)
+            break
+        host.tell(f"{NUM_REPEATS} times {op}: {name}")
+        row = _repeat(host, platform, shapes, case)
+        rows.append({"op": op, "case": name, "implementation": platform.implementations[op], **row})
+        host.facts(cases=rows)
+        if row["said"]:
+            host.find("error", "races", f"{platform.implementations[op]}, {op}/{name}: {row['said']}",
+                      f"Report it; until then another implementation of {op} is safer.")  # fmt: skip
+
+
+def _race_cases(platform: Platform, shapes: ProbeShapes) -> Iterator[tuple[str, str, Case]]:
+    yield from (("lora", name, case) for name, case in race_cases().items())
+    for op in platform.implementations:
+        yield from ((op, name, case) for name, case in cases_of(op, shapes).items())
+
+
+def _repeat(host: StepHost, platform: Platform, shapes: ProbeShapes, case: Case) -> dict[str, Any]:
+    """Largest error, differing repeats, and what is wrong in words."""
+    device = torch.device(host.device)
+    truth = probing.truth_of(case, shapes)
+    tolerance, first, num_different, error = probing.tolerance_of(shapes), None, 0, 0.0
+    try:
+        with installed(platform, device.type), torch.inference_mode():
+            for _ in range(NUM_REPEATS):
+                call = case(shapes, Place(device, shapes.torch_dtype, shapes.torch_row_dtype))
+                outputs = [output.to("cpu", torch.float32, copy=True) for output in call()]
+                error = max(error, probing.distance(outputs, truth))
+                first = outputs if first is None else first
+                num_different += not _same_bits(first, outputs)
+    except Exception as fault:
+        return {"repeats": NUM_REPEATS, "different": None, "error": None,
+                "said": f"{type(fault).__name__}: {' '.join(str(fault).split())[:300]}"}  # fmt: skip
+    said = ""
+    if num_different:
+        said = f"{num_different} of {NUM_REPEATS} repeats differ from the first"
+    elif not error <= tolerance:
+        said = f"the result is {error:.1e} away from plain torch, and may be {tolerance:.0e}"
+    return {"repeats": NUM_REPEATS, "different": num_different, "error": error, "said": said}
+
+
+def _same_bits(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
+    return all(
+        torch.equal(a.contiguous().view(torch.int32), b.contiguous().view(torch.int32))
+        for a, b in zip(first, second, strict=True)
+    )
+
+
+def attention(host: StepHost) -> None:
+    """Every implementation of attention that this kind of device has, at the model's heads and at others."""
+    platform, shapes = _served(host)
+    device = torch.device(host.device)
+    dims = dict.fromkeys((shapes.head_dim, *_HEAD_DIMS))
+    rows: list[dict[str, Any]] = []
+    for name in probing.candidates(detect(host.device), "paged_attention"):
+        for head_dim in dims:
+            # A window that cuts, whatever the model's own layers have: its cases come with it.
+            sized = replace(shapes, head_dim=head_dim, rotary_dim=None, sliding_window=shapes.sliding_window or 4096)
+            host.tell(f"attention: {name}, heads of {head_dim}")
+            for trial in probing.try_all("paged_attention", name, platform, device, sized):
+                rows.append({"implementation": name, "head_dim": head_dim, "case": trial.case, "status": trial.status,
+                             "error": trial.error, "said": trial.sentence or ""})  # fmt: skip
+                host.facts(cases=rows)
+                if trial.status not in ("ok", "refused"):
+                    level: Level = "warning" if head_dim == shapes.head_dim else "note"
+                    host.find(level, "attention-case", f"Heads of {head_dim}: {trial.sentence}")
+
+
+def _served(host: StepHost) -> tuple[Platform, ProbeShapes]:
+    """The device made ready, with the implementations that the probe lets serve there; the model's sizes."""
+    from kernels.probe.choose import with_reports
+    from kernels.probe.isolated import probe_apart
+    from service.engine.startup.build import decide, shapes_to_probe
+
+    prepare(host.device)
+    config, _ = decide(host.engine_options(), host.device)
+    shapes = shapes_to_probe(config)
+    platform = in_use(torch.device(host.device))
+    host.tell("probing the ops")
+    reports: list[OpReport] = probe_apart(platform, host.device, shapes)
+    return with_reports(platform, tuple(reports)), shapes

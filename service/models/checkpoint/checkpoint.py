@@ -1,0 +1,156 @@
+"""Reading a checkpoint's tensors: sharded or single safetensors, one tensor at a time, through a memory map.
+
+Nothing else is opened: no pickle, no code from the model's directory.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from adapters.peft.module_names import tail_of
+from service.models.errors import ModelError
+
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_MAPPED_BYTES = 128 << 20
+
+
+class TensorSource(Protocol):
+    """Where a model's tensors come from: an open `Checkpoint`, or weights that are made up, for benchmarks."""
+
+    def __contains__(self, name: object, /) -> bool: ...
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor: ...
+    def dtype(self, name: str) -> str: ...
+    def fault(self, name: str, shape: tuple[int, ...]) -> str | None: ...
+    def others(self, names: Iterable[str]) -> list[str]: ...
+
+
+# Opens the tensors that belong to the config.json in a directory.
+OpenTensors = Callable[[Path], AbstractContextManager[TensorSource]]
+
+
+class Checkpoint:
+    """The tensors of an open checkpoint by name; see `open_checkpoint`.
+
+    Files name the model around a tensor as it was called when they were written, so a name that they do not have stands
+    for the one tensor that is called so below another model (`adapters.peft.module_names.tail_of`).
+    """
+
+    def __init__(self, model_dir: Path) -> None:
+        self._model_dir = model_dir
+        self._files = {file: _open(model_dir, file) for file in _file_names(model_dir)}
+        self._file_of = {name: file for file, handle in self._files.items() for name in handle.keys()}  # noqa: SIM118
+        self._by_tail: dict[str, list[str]] = {}
+        for name in self._file_of:
+            self._by_tail.setdefault(tail_of(name), []).append(name)
+        self._mapped_bytes = 0
+
+    def __contains__(self, name: object, /) -> bool:
+        return isinstance(name, str) and self._stored(name) is not None
+
+    def fault(self, name: str, shape: tuple[int, ...]) -> str | None:
+        """What is wrong with a tensor that config.json calls for in this shape, in one sentence; None: nothing is."""
+        stored = self._stored(name)
+        if stored is None:
+            return self._missing(name)
+        file = self._file_of[stored]
+        header = self._files[file].get_slice(stored)
+        if tuple(header.get_shape()) != shape:
+            return (
+                f"tensor {stored} in {file} has the shape {header.get_shape()}, and config.json calls for "
+                f"{list(shape)}: take both from one download"
+            )
+        if header.get_dtype() not in _DTYPES:
+            return f"tensor {stored} in {file} is {header.get_dtype()}; served are {', '.join(_DTYPES)}"
+        return None
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """The tensor as it is stored, perhaps still in the memory map. Raises ModelError."""
+        fault = self.fault(name, shape)
+        if fault is not None:
+            raise ModelError(fault)
+        name, file = self._find(name)
+        self._give_back_pages(file)
+        tensor: torch.Tensor = self._files[file].get_tensor(name)
+        self._mapped_bytes += tensor.nbytes
+        return tensor
+
+    def dtype(self, name: str) -> str:
+        """The stored dtype in torch's spelling, or safetensors' where it is none of ours. Raises ModelError."""
+        name, file = self._find(name)
+        stored: str = self._files[file].get_slice(name).get_dtype()
+        return _DTYPES.get(stored, stored)
+
+    def others(self, names: Iterable[str]) -> list[str]:
+        """Names of the stored tensors that none of `names` stands for, in order."""
+        return sorted(set(self._file_of) - {self._stored(name) for name in names})
+
+    def close(self) -> None:
+        self._files.clear()
+
+    def _find(self, name: str) -> tuple[str, str]:
+        """The name in the file, and the file."""
+        stored = self._stored(name)
+        if stored is None:
+            raise ModelError(self._missing(name))
+        return stored, self._file_of[stored]
+
+    def _missing(self, name: str) -> str:
+        return (
+            f"the checkpoint in {self._model_dir} has no tensor {name}, which config.json calls for: download it "
+            "again, or take the config.json that belongs to it"
+        )
+
+    def _stored(self, name: str) -> str | None:
+        if name in self._file_of:
+            return name
+        others = self._by_tail.get(tail_of(name), [])
+        return others[0] if len(others) == 1 else None
+
+    def _give_back_pages(self, file: str) -> None:
+        """Map the file anew now and then: the pages of tensors read so far would count as this process's memory."""
+        if self._mapped_bytes > _MAPPED_BYTES:
+            self._files[file] = _open(self._model_dir, file)
+            self._mapped_bytes = 0
+
+
+@contextmanager
+def open_checkpoint(model_dir: Path) -> Iterator[Checkpoint]:
+    """Open the safetensors files of `model_dir`; the memory maps end with the context. Raises ModelError."""
+    checkpoint = Checkpoint(model_dir)
+    try:
+        yield checkpoint
+    finally:
+        checkpoint.close()
+
+
+def _open(model_dir: Path, file: str) -> Any:
+    try:
+        return safe_open(model_dir / file, framework="pt", device="cpu")
+    except FileNotFoundError:
+        raise ModelError(f"{_INDEX} names {file}, which {model_dir} does not have") from None
+    except (SafetensorError, OSError) as error:
+        raise ModelError(f"{model_dir / file} cannot be read as safetensors: {error}") from error
+
+
+def _file_names(model_dir: Path) -> list[str]:
+    if (model_dir / _SINGLE).is_file():
+        return [_SINGLE]
+    if not (model_dir / _INDEX).is_file():
+        raise ModelError(f"{model_dir} has neither {_SINGLE} nor {_INDEX} (pickled weights are never read)")
+    try:
+        weight_map: dict[str, str] = json.loads((model_dir / _INDEX).read_text(encoding="utf-8"))["weight_map"]
+        file_names = sorted(set(weight_map.values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{model_dir / _INDEX} has no readable weight_map: {error!r}") from error
+    outside = [file for file in file_names if Path(file).name != file]
+    if outside:
+        raise ModelError(f"{_INDEX} names {outside[0]}, which is not a file of {model_dir} itself")
+    return file_names

@@ -1,0 +1,242 @@
+"""What mixes the tokens in the layers of a `ModelSpec`, and norms them.
+
+Shapes: hidden [tokens, hidden_size], the tokens of all sequences of the step one after the other.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.causal_conv1d import ops as causal_conv1d_ops
+from kernels.causal_conv1d.ops import causal_conv1d_prefill, causal_conv1d_update
+from kernels.gated_delta import ops as gated_delta_ops
+from kernels.gated_delta.ops import gated_delta_decode, gated_delta_prefill
+from kernels.gated_delta.parts import gated_norm
+from kernels.lora.maps import LoraMaps
+from kernels.lora.side import own_norm
+from kernels.paged_attention import ops as paged_attention_ops
+from kernels.paged_attention.ops import paged_attention
+from kernels.rms_norm import ops as rms_norm_ops
+from kernels.rms_norm.ops import add_rms_norm, rms_norm
+from kernels.rotary_kv import ops as rotary_kv_ops
+from kernels.rotary_kv.ops import rotary_kv
+from service.models.layers.caches import ConvStates, DeltaStates, KvCache
+from service.models.layers.head_norms import HeadNorms
+from service.models.layers.projection import RowSource, side_of
+from service.models.layers.rope import Rotation
+from service.models.layers.weights import Weights
+from service.models.spec.model_spec import AttentionSpec, GatedDeltaSpec, ModelSpec, ShortConvSpec
+from service.models.step_batch import StepBatch
+
+
+def _norm_weight(weights: Weights, name: str, spec: ModelSpec) -> torch.Tensor:
+    """[width], as it multiplies."""
+    return weights.norm(name, zero_centred=spec.zero_centred_norms, exact=spec.exact_norms)
+
+
+class RmsNorm:
+    """x / sqrt(mean(x ** 2) + eps) * weight, over the last dimension."""
+
+    def __init__(self, weights: Weights, name: str, spec: ModelSpec) -> None:
+        self.name = name
+        self.weight = _norm_weight(weights, name, spec)
+        self._eps = spec.norm_eps
+        # Of adapters, by line, and the weight that a norm has before theirs; see `kernels.lora.side`.
+        self._own: torch.Tensor | None = None
+        self._ones: torch.Tensor | None = None
+
+    def bind_rows(self, rows: RowSource) -> None:
+        """Weights that adapters have in the place of its own."""
+        if rows.side is not None and self.name in rows.side.norms:
+            self._own, self._ones = rows.side.norms[self.name], torch.ones_like(self.weight)
+
+    def __call__(self, x: torch.Tensor, lora: LoraMaps | None = None) -> torch.Tensor:
+        side = side_of(lora)
+        if side is None or side.norms is None:
+            return rms_norm(x, self.weight, self._eps)
+        assert self._own is not None and self._ones is not None, f"{self.name} has no room for adapters' weights"
+        return own_norm(rms_norm(x, self._ones, self._eps), self._own, side.norms)
+
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Compile what steps of any size need here; the same for all norms of a model."""
+        rms_norm_ops.warm_up(self.weight, dtype)
+
+    def add(
+        self, x: torch.Tensor, residual: torch.Tensor, lora: LoraMaps | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm of the sum, the sum) of x and the residual stream, which is spent: its memory may hold the sum."""
+        side = side_of(lora)
+        if side is None or side.norms is None:
+            return add_rms_norm(x, residual, self.weight, self._eps)
+        assert self._own is not None and self._ones is not None, f"{self.name} has no room for adapters' weights"
+        unit, stream = add_rms_norm(x, residual, self._ones, self._eps)
+        return own_norm(unit, self._own, side.norms), stream
+
+
+class Attention:
+    """Grouped-query attention over the paged cache."""
+
+    def __init__(self, weights: Weights, prefix: str, attention: AttentionSpec, spec: ModelSpec) -> None:
+        """prefix  of its modules' names, "model.layers.3.self_attn" say"""
+        self._qkv = weights.projection(f"{prefix}.qkv_proj")
+        self._out = weights.projection(f"{prefix}.{attention.output}")
+        self._spec, self._head_eps = attention, spec.norm_eps
+        self.head_norms = HeadNorms(weights, prefix, attention, spec) if attention.head_norms is not None else None
+        self._whole_weights: list[torch.Tensor] = []  # of all queries, of all keys
+        if attention.whole_norms is not None:
+            self._whole_weights = [_norm_weight(weights, f"{prefix}.{name}", spec) for name in attention.whole_norms]
+
+    @property
+    def form(self) -> object:
+        """Equal for layers that need the same kernels."""
+        return "attention", self._spec.sliding_window, self._spec.score_cap, self._spec.rotary
+
+    def warm_up(self, cache: KvCache, rotary_dim: int) -> None:
+        """Compile what steps of any size need here."""
+        num_heads, norms = self._spec.num_heads, self.head_norms
+        columns, first = (num_heads + 2 * self._spec.num_kv_heads) * self._spec.head_dim, 0
+        for weight in self._whole_weights:
+            rms_norm_ops.warm_up(weight, cache.k.dtype, columns=columns, first=first)
+            first += weight.shape[0]
+        head_weight = None if norms is None else norms.weight
+        has_gates = self._spec.has_output_gate
+        rotary_kv_ops.warm_up(cache.k, num_heads, head_weight=head_weight, rotary_dim=rotary_dim, has_gates=has_gates)
+        if norms is not None and norms.has_own:
+            rotary_kv_ops.warm_up(cache.k, num_heads, rotary_dim=rotary_dim)
+        window, cap = self._spec.sliding_window, self._spec.score_cap
+        paged_attention_ops.warm_up(cache.k, num_heads, sliding_window=window, score_cap=cap)
+
+    def __call__(
+        self, x: torch.Tensor, batch: StepBatch, rotations: tuple[Rotation, ...], cache: KvCache
+    ) -> torch.Tensor:
+        spec, rotation = self._spec, rotations[self._spec.rotary]
+        # [tokens, heads + kv_heads + kv_heads, head_dim], with output gates one behind each of the first heads
+        qkv = self._qkv(x, batch.lora, batch.window_rows).view(x.shape[0], -1, spec.head_dim)
+        gate = qkv[:, 1 : 2 * spec.num_heads : 2] if spec.has_output_gate else None
+        if self._whole_weights:
+            self._norm_whole(qkv)
+        qkv, head_weight = (qkv, None) if self.head_norms is None else self.head_norms.apply(qkv, batch.lora)
+        q = rotary_kv(
+            qkv,
+            rotation.cos,
+            rotation.sin,
+            cache.k,
+            cache.v,
+            batch.attention.slot_mapping,
+            head_weight=head_weight,
+            eps=self._head_eps,
+            has_gates=qkv.shape[1] > spec.num_heads + 2 * spec.num_kv_heads,
+        )
+        scale = rotation.score_factor * spec.scale
+        mixed = paged_attention(
+            q,
+            cache.k,
+            cache.v,
+            batch.attention,
+            scale=scale,
+            sliding_window=spec.sliding_window,
+            score_cap=spec.score_cap,
+        )
+        if gate is not None:
+            mixed = mixed * torch.sigmoid(gate)
+        return self._out(mixed.view(x.shape[0], -1), batch.lora, batch.window_rows)
+
+    def _norm_whole(self, qkv: torch.Tensor) -> None:
+        """Queries and keys of each token, in place; qkv [tokens, heads + kv_heads + kv_heads, head_dim], contiguous."""
+        flat, first = qkv.view(qkv.shape[0], -1), 0
+        for weight in self._whole_weights:
+            part = flat[:, first : first + weight.shape[0]]
+            part.copy_(rms_norm(part, weight, self._head_eps))
+            first += weight.shape[0]
+
+
+class ShortConv:
+    """Gated short convolution: out_proj(C * conv(B * x)) with B, C, x = in_proj(hidden)."""
+
+    def __init__(self, weights: Weights, prefix: str, conv: ShortConvSpec) -> None:
+        """prefix  of its modules' names, "model.layers.3.conv" say"""
+        self._in = weights.projection(f"{prefix}.in_proj")
+        self._out = weights.projection(f"{prefix}.out_proj")
+        self._taps = weights.taps(f"{prefix}.conv")
+        self._bias = weights.tensor(f"{prefix}.conv.bias") if conv.bias else None
+
+    @property
+    def form(self) -> object:
+        """Equal for layers that need the same kernels."""
+        return "conv"
+
+    def warm_up(self, cache: ConvStates, _rotary_dim: int) -> None:
+        """Compile what steps of any size need here."""
+        causal_conv1d_ops.warm_up(self._taps, self._bias, cache.lines, gated=True)
+
+    def __call__(
+        self, hidden: torch.Tensor, batch: StepBatch, _rotations: tuple[Rotation, ...], cache: ConvStates
+    ) -> torch.Tensor:
+        maps = batch.conv
+        assert maps is not None, "a model with convolution layers needs ConvMaps"
+        gate_in, gate_out, x = self._in(hidden, batch.lora, batch.window_rows).chunk(3, dim=1)
+        if maps.all_decode:
+            mixed = causal_conv1d_update(
+                x, self._taps, self._bias, cache.lines, maps.state_indices, gate_in=gate_in, gate_out=gate_out
+            )
+        else:
+            mixed = causal_conv1d_prefill(
+                x,
+                self._taps,
+                self._bias,
+                cache.lines,
+                maps.query_start_loc,
+                maps.state_indices,
+                maps.has_initial_state,
+                gate_in=gate_in,
+                gate_out=gate_out,
+                query_starts=maps.query_starts,
+            )
+        return self._out(mixed, batch.lora, batch.window_rows)
+
+
+class GatedDeltaNet:
+    """A convolution over queries, keys and values, the gated delta rule, and a gated norm of each value head."""
+
+    def __init__(self, weights: Weights, prefix: str, delta: GatedDeltaSpec, spec: ModelSpec) -> None:
+        """prefix  of its modules' names, "model.layers.3.linear_attn" say"""
+        self._in = weights.projection(f"{prefix}.in_proj")
+        self._out = weights.projection(f"{prefix}.out_proj")
+        self._taps = weights.taps(f"{prefix}.conv1d")
+        self.a_log = weights.exact(f"{prefix}.A_log")
+        self.dt_bias = weights.exact(f"{prefix}.dt_bias")
+        self.norm_weight = weights.exact(f"{prefix}.norm.weight")
+        self._spec, self._eps = delta, spec.norm_eps
+
+    @property
+    def form(self) -> object:
+        """Equal for layers that need the same kernels."""
+        return "gated delta"
+
+    def warm_up(self, cache: DeltaStates, _rotary_dim: int) -> None:
+        """Compile what steps of any size need here."""
+        columns = sum(self._spec.input_sizes)
+        causal_conv1d_ops.warm_up(self._taps, None, cache.lines, activation="silu", x_columns=columns)
+        gated_delta_ops.warm_up(cache.matrices, cache.lines)
+
+    def __call__(
+        self, hidden: torch.Tensor, batch: StepBatch, _rotations: tuple[Rotation, ...], cache: DeltaStates
+    ) -> torch.Tensor:
+        maps = batch.conv
+        assert maps is not None, "a model with states needs ConvMaps"
+        qkv, z, b, a = self._in(hidden, batch.lora, batch.window_rows).split(self._spec.input_sizes, dim=1)
+        weights = (self.a_log, self.dt_bias)
+        if maps.all_decode:
+            gated = gated_delta_decode(
+                *(qkv, z, b, a, self._taps, cache.lines, *weights, self.norm_weight, cache.matrices),
+                maps.state_indices,
+                eps=self._eps,
+            )
+        else:
+            where = (maps.query_start_loc, maps.state_indices, maps.has_initial_state)
+            qkv = causal_conv1d_prefill(
+                qkv, self._taps, None, cache.lines, *where, activation="silu", query_starts=maps.query_starts
+            )
+            mixed = gated_delta_prefill(qkv, b, a, *weights, cache.matrices, *where, query_starts=maps.query_starts)
+            gated = gated_norm(mixed, z, self.norm_weight, self._eps)
+        return self._out(gated, batch.lora, batch.window_rows)

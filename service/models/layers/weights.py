@@ -1,0 +1,127 @@
+"""From tensors of a checkpoint to what layers hold: converted, packed, placed, and counted."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from adapters.layout import BaseLayout
+from kernels.experts.ops import PackedExperts, pack_experts
+from kernels.linear.ops import PackedWeight, pack_weight
+from service.models.checkpoint.checkpoint import TensorSource
+from service.models.layers.projection import Projection
+from service.models.spec.model_spec import ModelSpec
+
+log = logging.getLogger(__name__)
+
+
+class Weights:
+    """Reads one tensor after the other, so that loading needs little more memory than the loaded model.
+
+    num_bytes    bytes handed out so far, as they are held
+    projections  linear projections handed out so far, in order
+    """
+
+    def __init__(
+        self,
+        checkpoint: TensorSource,
+        spec: ModelSpec,
+        layout: BaseLayout,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """spec  says which shape each tensor has; layout  is its own"""
+        self._checkpoint = checkpoint
+        self._shapes = spec.tensors(checkpoint)
+        self._layout = {projection.name: projection for projection in layout.projections}
+        self.dtype = dtype
+        self.device = device
+        self.num_bytes = 0
+        self.projections: list[Projection] = []
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The tensor in the model's dtype, on its device, in memory of its own. Raises ModelError."""
+        tensor = self._stored(name).to(self.device, self.dtype, copy=True)
+        self.num_bytes += tensor.nbytes
+        return tensor
+
+    def exact(self, name: str) -> torch.Tensor:
+        """The tensor in float32 whatever the model's dtype. Raises ModelError."""
+        tensor = self._stored(name).to(self.device, torch.float32, copy=True)
+        self.num_bytes += tensor.nbytes
+        return tensor
+
+    def norm(self, name: str, *, zero_centred: bool, exact: bool = False) -> torch.Tensor:
+        """The weight of a norm. One that is stored as its distance from 1 is held in float32, in which nothing of it is
+        lost, and so is an exact one. Raises ModelError."""
+        if zero_centred:
+            return self.exact(f"{name}.weight").add_(1)
+        return self.exact(f"{name}.weight") if exact else self.tensor(f"{name}.weight")
+
+    def taps(self, name: str) -> torch.Tensor:
+        """Of a depthwise convolution. Checkpoints hold [size, 1, width]; the kernels read
+        [width, size]. Raises ModelError."""
+        return self.tensor(f"{name}.weight").squeeze(1).t().contiguous()
+
+    def projection(self, name: str) -> Projection:
+        """The projection that the layout calls `name`, its slices packed into one product, with the biases that it has.
+        Raises ModelError."""
+        modules = [piece.module for piece in self._layout[name].slices]
+        weights = [self._stored(f"{module}.weight") for module in modules]
+        biases = [self._stored(f"{module}.bias") for module in modules if f"{module}.bias" in self._shapes]
+        return self._pack(name, self._join(weights), self._join(biases) if biases else None)
+
+    def unadapted(self, name: str) -> PackedWeight:
+        """The weight of a module that no adapter binds to. Raises ModelError."""
+        packed = pack_weight(self._join([self._stored(f"{name}.weight")]))
+        self.num_bytes += packed.nbytes
+        return packed
+
+    def experts(self, name: str, num_experts: int, size: int, hidden_size: int) -> PackedExperts:
+        """The experts of a layer, which checkpoints hold one by one, or all in one tensor for gate and up and one for
+        down. Raises ModelError."""
+        shapes = {"gate_up_proj": (num_experts, 2 * size, hidden_size), "down_proj": (num_experts, hidden_size, size)}
+        if all(f"{name}.{part}" in self._shapes for part in shapes):
+            gate_up, down = (self._join([self._stored(f"{name}.{part}")]).contiguous() for part in shapes)
+        else:
+            gate_up, down = (torch.empty(s, dtype=self.dtype, device=self.device) for s in shapes.values())
+            for expert in range(num_experts):
+                gate, up = gate_up[expert].chunk(2)
+                parts = {"gate_proj": gate, "up_proj": up, "down_proj": down[expert]}
+                for part, place in parts.items():
+                    place.copy_(self._stored(f"{name}.{expert}.{part}.weight"))
+        packed = pack_experts(gate_up, down)
+        self.num_bytes += packed.nbytes
+        return packed
+
+    def tied_head(self, name: str, embedding: torch.Tensor) -> Projection:
+        """A head that multiplies with the token embedding [vocabulary, hidden]; packed, so a copy of it.
+
+        Where the checkpoint holds a head of other values, against its config.json, that head wins, as in transformers.
+        Raises ModelError.
+        """
+        tensor = f"{name}.weight"
+        if tensor not in self._shapes:
+            return self._pack(name, embedding, None)
+        head = self._join([self._stored(tensor)])
+        if not torch.equal(head, embedding):
+            log.warning(
+                "the checkpoint's %s differs from the token embedding, so it is used as it is, although config.json "
+                "ties the two (its tie_word_embeddings or tie_embedding should be false)",
+                tensor,
+            )
+        return self._pack(name, head, None)
+
+    def _stored(self, name: str) -> torch.Tensor:
+        return self._checkpoint.tensor(name, self._shapes[name])
+
+    def _pack(self, name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> Projection:
+        projection = Projection(name, pack_weight(weight, bias))
+        self.num_bytes += projection.weight.nbytes
+        self.projections.append(projection)
+        return projection
+
+    def _join(self, tensors: list[torch.Tensor]) -> torch.Tensor:
+        tensors = [tensor.to(self.device, self.dtype) for tensor in tensors]
+        return torch.cat(tensors) if len(tensors) > 1 else tensors[0]

@@ -1,0 +1,113 @@
+"""What works on each token of a layer by itself, as data; see `spec` for the model around it. Torch-free.
+
+Each says which projections it has (`linears`), which tensors beside them (`tensors`), and which of its modules adapters
+cannot bind to (`unadapted`). Names are relative to the layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kernels.activation import Activation
+from service.models.spec.layer_parts import Linear, Shapes, named, split_input
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MlpSpec:
+    """output(activation(gate(x)) * up(x)).
+
+    inputs  modules of gate and up, or one for both
+    split   modules of gate and up, which some trainers have in the place of one for both
+    packed  what the one product of both is called
+    """
+
+    size: int
+    name: str = "mlp"
+    inputs: tuple[str, ...] = ("gate_proj", "up_proj")
+    split: tuple[str, ...] = ("gate_proj", "up_proj")
+    packed: str = "gate_up_proj"
+    output: str = "down_proj"
+    bias: bool = False
+    activation: Activation = "silu"
+
+    @property
+    def unadapted(self) -> tuple[str, ...]:
+        """Modules that adapters cannot bind to yet: none."""
+        return ()
+
+    @property
+    def packed_tensors(self) -> tuple[str, ...]:
+        """Tensors of all experts: there are none."""
+        return ()
+
+    def linears(self, hidden_size: int) -> tuple[Linear, ...]:
+        """Gate and up; and down."""
+        down = f"{self.name}.{self.output}"
+        sizes = (self.size, self.size)
+        gate_up, splits = named(self.name, self.inputs, sizes), split_input(self.name, self.inputs, self.split, sizes)
+        return (
+            Linear(f"{self.name}.{self.packed}", "mlp", hidden_size, gate_up, self.bias, splits),
+            Linear(down, "mlp", self.size, {down: hidden_size}, self.bias),
+        )
+
+    def tensors(self, hidden_size: int, *, is_packed: bool) -> Shapes:  # noqa: ARG002
+        """What checkpoints hold beside the projections: nothing."""
+        return {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoeSpec:
+    """A mixture of experts: each token has the weighted sum of those few of them that its router chose, and perhaps
+    what an expert of all tokens says, times the sigmoid of a gate.
+
+    num_chosen   experts of a token
+    size         width of each expert
+    normalises   the weights of a token's experts add up to 1
+    shared       the expert of all tokens; None: there is none
+    shared_gate  its gate's module
+    """
+
+    num_experts: int
+    num_chosen: int
+    size: int
+    normalises: bool
+    shared: MlpSpec | None = None
+    name: str = "mlp"
+    router: str = "gate"
+    experts: str = "experts"
+    shared_gate: str = "shared_expert_gate"
+
+    @property
+    def unadapted(self) -> tuple[str, ...]:
+        """Modules that adapters cannot bind to yet."""
+        return f"{self.name}.{self.router}", f"{self.name}.{self.experts}"
+
+    @property
+    def packed_tensors(self) -> tuple[str, str]:
+        """Tensors of all experts: of gate and up, and of down."""
+        experts = f"{self.name}.{self.experts}"
+        return f"{experts}.gate_up_proj", f"{experts}.down_proj"
+
+    def linears(self, hidden_size: int) -> tuple[Linear, ...]:
+        """Those of the expert of all tokens, and its gate."""
+        if self.shared is None:
+            return ()
+        gate = f"{self.name}.{self.shared_gate}"
+        return (*self.shared.linears(hidden_size), Linear(gate, "mlp", hidden_size, {gate: 1}))
+
+    def tensors(self, hidden_size: int, *, is_packed: bool) -> Shapes:
+        """What checkpoints hold beside the projections: the router's weight, and the experts in `packed_tensors`, or
+        else one by one."""
+        router: Shapes = {f"{self.name}.{self.router}.weight": (self.num_experts, hidden_size)}
+        if is_packed:
+            shapes = ((self.num_experts, 2 * self.size, hidden_size), (self.num_experts, hidden_size, self.size))
+            return router | dict(zip(self.packed_tensors, shapes, strict=True))
+        into, out = (self.size, hidden_size), (hidden_size, self.size)
+        return router | {
+            f"{self.name}.{self.experts}.{expert}.{part}.weight": shape
+            for expert in range(self.num_experts)
+            for part, shape in (("gate_proj", into), ("up_proj", into), ("down_proj", out))
+        }
+
+
+FeedForward = MlpSpec | MoeSpec

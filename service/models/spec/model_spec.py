@@ -1,0 +1,186 @@
+"""A base model as data: what `families/<name>.py` reads out of a config.json. Torch-free.
+
+Everything else follows from it: the projections that adapters bind to, the tensors that are read, what is allocated per
+slot and per cached token, and the shapes that kernels are tried at. Names are those of transformers' module tree,
+relative to the module around them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import dataclass
+
+from service.models.spec.layer_parts import Linear, Shapes
+from service.models.spec.mixer_specs import AttentionSpec, GatedDeltaSpec, Mixer, ShortConvSpec
+from service.models.spec.mlp_specs import FeedForward, MlpSpec, MoeSpec
+from service.models.spec.rope_facts import RopeFacts
+
+__all__ = [
+    "AttentionSpec",
+    "FeedForward",
+    "GatedDeltaSpec",
+    "LayerSpec",
+    "Mixer",
+    "MlpSpec",
+    "ModelSpec",
+    "MoeSpec",
+    "ShortConvSpec",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSpec:
+    """What mixes the tokens, then what works on each token. Each reads the residual stream, normed where a module is
+    named for it, and is added to it; normed before that where a module is named for it (`..._end_norm`)."""
+
+    mixer: Mixer
+    mlp: FeedForward
+    mixer_norm: str | None = "input_layernorm"
+    mlp_norm: str | None = "post_attention_layernorm"
+    mixer_end_norm: str | None = None
+    mlp_end_norm: str | None = None
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """Modules of the norms of the hidden states."""
+        each = (self.mixer_norm, self.mixer_end_norm, self.mlp_norm, self.mlp_end_norm)
+        return tuple(norm for norm in each if norm is not None)
+
+    def linears(self, hidden_size: int) -> tuple[Linear, ...]:
+        """All products that adapters bind to, in the order of the forward pass; names are relative to the layer."""
+        return (*self.mixer.linears(hidden_size), *self.mlp.linears(hidden_size))
+
+    def tensors(self, hidden_size: int, *, has_packed_experts: bool) -> Shapes:
+        """All tensors of the layer as checkpoints hold them; names are relative to the layer."""
+        shapes: Shapes = {f"{norm}.weight": (hidden_size,) for norm in self.norms}
+        for linear in self.linears(hidden_size):
+            for module, size in linear.slices.items():
+                shapes[f"{module}.weight"] = (size, linear.in_features)
+                if linear.has_bias:
+                    shapes[f"{module}.bias"] = (size,)
+        return shapes | self.mixer.tensors | self.mlp.tensors(hidden_size, is_packed=has_packed_experts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """The base model.
+
+    prefix               before the names of its modules, "model." say
+    rotations            of queries and keys, by position: attention layers say which is theirs
+    final_norm           before the head
+    zero_centred_norms   norms multiply with 1 + weight, and are rounded once
+    exact_norms          norms are rounded once, behind the product with their weight
+    embedding_scale, residual_scale, logits_scale
+                         factors of the embedded tokens, of what is added to the residual stream, of the logits
+    logits_cap           logits come out as cap * tanh(logits / cap); None: as they are
+    tie_word_embeddings  the head is the token embedding, unless the checkpoint holds a head of other values
+    max_position_embeddings
+                         as config.json says; `context_tokens` is the longest sequence
+    unused               beginnings of tensors' names that belong to parts of the model that are not served
+    checkpoint_dtype     what config.json says, e.g. "bfloat16"; None where it is silent
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    layers: tuple[LayerSpec, ...]
+    rotations: tuple[RopeFacts, ...]
+    norm_eps: float
+    tie_word_embeddings: bool
+    max_position_embeddings: int
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    checkpoint_dtype: str | None
+    prefix: str = "model."
+    final_norm: str = "norm"
+    zero_centred_norms: bool = False
+    exact_norms: bool = False
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logits_scale: float = 1.0
+    logits_cap: float | None = None
+    unused: tuple[str, ...] = ()
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def layer_prefix(self) -> str:
+        """Before the index of a layer."""
+        return f"{self.prefix}layers."
+
+    @property
+    def attentions(self) -> tuple[AttentionSpec, ...]:
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionSpec))
+
+    @property
+    def convs(self) -> tuple[ShortConvSpec | GatedDeltaSpec, ...]:
+        """Mixers that keep the last inputs of a convolution."""
+        return tuple(layer.mixer for layer in self.layers if not isinstance(layer.mixer, AttentionSpec))
+
+    @property
+    def deltas(self) -> tuple[GatedDeltaSpec, ...]:
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, GatedDeltaSpec))
+
+    @property
+    def mlps(self) -> tuple[MlpSpec, ...]:
+        """Gated layers of all tokens, the experts of all tokens among them."""
+        found = (layer.mlp.shared if isinstance(layer.mlp, MoeSpec) else layer.mlp for layer in self.layers)
+        return tuple(mlp for mlp in found if mlp is not None)
+
+    @property
+    def moes(self) -> tuple[MoeSpec, ...]:
+        return tuple(layer.mlp for layer in self.layers if isinstance(layer.mlp, MoeSpec))
+
+    @property
+    def has_states(self) -> bool:
+        """Whether sequences have states of a fixed size, beside cached keys and values."""
+        return any(state.per == "sequence" for layer in self.layers for state in layer.mixer.states)
+
+    @property
+    def widest_projection(self) -> int:
+        """Columns of the widest product in a layer; of experts, what all of a token hold between them."""
+        sizes = [moe.num_chosen * (moe.size + self.hidden_size) for moe in self.moes]
+        sizes += [sum(linear.slices.values()) for layer in self.layers for linear in layer.linears(self.hidden_size)]
+        return max(sizes)
+
+    @property
+    def context_tokens(self) -> int:
+        """Longest sequence the model is made for: some scalings of the rotation stretch the context by their factor."""
+        return min((self._context_of(rope) for rope in self.rotations), default=self.max_position_embeddings)
+
+    @property
+    def longest_context_tokens(self) -> int:
+        """What the operator may allow: with linear scaling, some config.json give the context before the stretching,
+        others the one after it, and nothing tells which."""
+        linear = [rope.factor for rope in self.rotations if rope.kind == "linear"]
+        if linear and len(self.rotations) == 1:
+            return int(self.max_position_embeddings * max(linear[0], 1.0))
+        return self.context_tokens
+
+    @property
+    def needs_rope_limits(self) -> bool:
+        """Whether `StepBatch.rope_limits` has to be filled: some scalings depend on a request's own limit."""
+        return any(rope.depends_on_limit for rope in self.rotations)
+
+    def tensors(self, stored: Container[str]) -> Shapes:
+        """Every tensor that is read of a checkpoint which holds the tensors `stored`: experts may be stored all in one
+        or one by one, and a tied head may be stored or not."""
+        shapes: Shapes = {f"{self.prefix}embed_tokens.weight": (self.vocab_size, self.hidden_size)}
+        for index, layer in enumerate(self.layers):
+            prefix = f"{self.layer_prefix}{index}."
+            has_packed_experts = any(prefix + name in stored for name in layer.mlp.packed_tensors)
+            of_layer = layer.tensors(self.hidden_size, has_packed_experts=has_packed_experts)
+            shapes |= {prefix + name: shape for name, shape in of_layer.items()}
+        shapes[f"{self.prefix}{self.final_norm}.weight"] = (self.hidden_size,)
+        if not self.tie_word_embeddings or "lm_head.weight" in stored:
+            shapes["lm_head.weight"] = (self.vocab_size, self.hidden_size)
+        return shapes
+
+    def _context_of(self, rope: RopeFacts) -> int:
+        if rope.kind == "dynamic":
+            return int(self.max_position_embeddings * rope.factor)
+        if rope.kind == "yarn":
+            return max(self.max_position_embeddings, int(rope.original_max_position_embeddings * rope.factor))
+        return self.max_position_embeddings

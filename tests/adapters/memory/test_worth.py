@@ -1,0 +1,114 @@
+"""Which adapters stay: those asked for most often lately."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import random
+
+from adapters.memory.eviction import MOST_REMEMBERED, OrderedWorths, Worths
+from bench.scale.cluster_bounds import hits_of_greedy_dual, hits_of_least_recent, hits_of_worth
+
+
+def _used(worths: Worths, digest: str, num_uses: int) -> None:
+    worths.come(digest)
+    for _ in range(num_uses):
+        worths.use(digest)
+
+
+def test_what_an_adapter_comes_in_for_is_one_use() -> None:
+    worths = Worths(lambda _: 1.0)
+    worths.come("a")
+    before = worths.of("a")[0]
+    worths.use("a")
+    assert worths.of("a")[0] == before == 1.0
+    worths.use("a")
+    assert worths.of("a")[0] > before
+
+
+def test_one_that_was_evicted_is_known_when_it_comes_back() -> None:
+    worths = Worths(lambda _: 1.0)
+    _used(worths, "often", 5)
+    worths.evict("often")
+    _used(worths, "once", 1)
+    _used(worths, "often", 1)
+    worths.look_at("once")
+    assert min(["often", "once"], key=worths.of) == "once"
+
+
+def test_one_that_left_for_another_reason_is_not() -> None:
+    worths = Worths(lambda _: 1.0)
+    _used(worths, "often", 5)
+    worths.forget("often")
+    _used(worths, "often", 1)
+    assert worths.of("often")[0] == 1.0
+
+
+def test_so_many_are_remembered_and_no_more() -> None:
+    worths = Worths(lambda _: 1.0)
+    for number in range(2000):  # uses fade slowly beside so many
+        worths.come(f"kept-{number}")
+    _used(worths, "often", 5)
+    worths.evict("often")
+    for number in range(MOST_REMEMBERED):
+        worths.come(str(number))
+        worths.evict(str(number))
+    worths.come("often")
+    assert worths.of("often")[0] == 1.0
+
+
+def test_dear_ones_stay_longer() -> None:
+    worths = Worths({"dear": 10.0, "cheap": 1.0}.__getitem__)
+    _used(worths, "dear", 1)
+    _used(worths, "cheap", 3)
+    assert worths.of("dear") > worths.of("cheap")
+
+
+def test_the_least_is_known_whatever_has_come_gone_and_been_used() -> None:
+    chance, kept = random.Random(3), set[str]()
+    costs = {str(number): chance.uniform(1.0, 5.0) for number in range(60)}
+    worths = OrderedWorths(costs.__getitem__)
+    for _ in range(5000):
+        digest = chance.choice([*costs])
+        if digest not in kept:
+            worths.come(digest)
+            kept.add(digest)
+        chance.choice([worths.use, worths.use, worths.look_at])(digest)
+        assert worths.least() == min(kept, key=worths.of)
+        if len(kept) > chance.randint(10, 50):
+            gone = worths.least() if chance.random() < 0.8 else digest
+            (worths.evict if chance.random() < 0.8 else worths.forget)(gone)
+            kept.remove(gone)
+
+
+def test_the_least_costs_no_look_at_all_that_are_there() -> None:
+    num_asked: list[str] = []
+
+    def cost_per_size(digest: str) -> float:
+        num_asked.append(digest)
+        return 1.0
+
+    worths = OrderedWorths(cost_per_size)
+    for number in range(2000):
+        worths.come(str(number))
+    num_asked.clear()
+    for number in range(2000, 3000):
+        worths.evict(worths.least())
+        worths.come(str(number))
+    assert len(num_asked) < 10 * 1000
+
+
+def _requests(*, moves: bool) -> list[int]:
+    """For 200 adapters by Zipf's law; with `moves`, for others by and by."""
+    chance = random.Random(1)
+    weights = list(itertools.accumulate(1 / (one + 1) for one in range(200)))
+    drawn = [bisect.bisect(weights, chance.random() * weights[-1]) for _ in range(8000)]
+    return [(one + number // 2000 * 20) % 200 for number, one in enumerate(drawn)] if moves else drawn
+
+
+def test_more_is_there_than_by_the_last_use_and_by_the_uses_since_it_came() -> None:
+    for moves in (False, True):
+        requests = _requests(moves=moves)
+        hits = hits_of_worth(requests, 20)
+        assert hits > 1.05 * hits_of_least_recent(requests, 20)
+        assert hits > 1.05 * hits_of_greedy_dual(requests, 20)

@@ -1,0 +1,368 @@
+"""Names with versions: what moves them, what keeps their files, and what becomes of older stores."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from adapters.errors import Conflict, InvalidName, NotFound, QuotaExceeded, Stale
+from adapters.files.disk import StoreFiles
+from adapters.files.manifest import Manifest
+from adapters.files.name_versions import (
+    Change,
+    NameRecord,
+    Quota,
+    Version,
+    if_absent,
+    if_match,
+    keep,
+    move,
+    or_made,
+    pruned,
+)
+from adapters.store.store import AdapterStore, StoreLimits
+from tests.support.adapter_files import (
+    HIDDEN,
+    config_bytes,
+    lora_tensors,
+    modules_ending,
+    put_version,
+    safetensors_bytes,
+    small_layout,
+    upload_bytes,
+    upload_small,
+)
+
+LAYOUT = small_layout()
+
+
+def opened(root: Path, **limits: Any) -> AdapterStore:
+    return AdapterStore(root, LAYOUT, StoreLimits(free_disk_floor_bytes=0, **limits), base_name="base")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[AdapterStore]:
+    one = opened(tmp_path)
+    yield one
+    one.check_integrity()
+    one.close()
+
+
+def numbers(store: AdapterStore, name: str) -> list[int]:
+    return [version.number for version in store.versions(name).versions]
+
+
+def test_a_name_moves_in_one_step_and_keeps_what_it_stood_for(store: AdapterStore) -> None:
+    first, created = put_version(store, LAYOUT, "mine", 1, by="ann", note="first try")
+    assert created
+    second, created = put_version(store, LAYOUT, "mine", 2, by="ben")
+    assert created
+    assert (first.reference, second.reference) == ("mine@1", "mine@2")
+    assert store.get("mine") == second
+    history = store.versions("mine").versions
+    assert [(one.number, one.digest, one.by, one.note) for one in history] == [
+        (1, first.digest, "ann", "first try"),
+        (2, second.digest, "ben", ""),
+    ]
+    for reference in ("mine@1", f"mine@{first.digest}", f"mine@sha256:{first.digest[:12]}"):
+        assert store.get(reference) == first
+        store.lease(reference).release()
+
+
+@pytest.mark.parametrize("reference", ["mine@", "mine@0", "mine@3", "mine@x", "mine@" + "0" * 12, "mine@1@1", "@1"])
+def test_a_version_that_is_not_there_is_not_found(store: AdapterStore, reference: str) -> None:
+    put_version(store, LAYOUT, "mine", 1)
+    with pytest.raises(NotFound):
+        store.lease(reference)
+
+
+def test_a_version_cannot_be_named_where_a_name_is_wanted(store: AdapterStore) -> None:
+    put_version(store, LAYOUT, "mine", 1)
+    for change in (store.delete, store.rollback, store.versions):
+        with pytest.raises(NotFound):
+            change("mine@1")
+    with pytest.raises(InvalidName):
+        put_version(store, LAYOUT, "mine@1", 2)
+
+
+def test_the_content_that_a_name_has_makes_no_version_and_another_name_s_content_no_files(store: AdapterStore) -> None:
+    first, _ = put_version(store, LAYOUT, "mine", 1)
+    assert put_version(store, LAYOUT, "mine", 1) == (first, False)
+    other, created = put_version(store, LAYOUT, "other", 1)
+    assert (created, other.digest, store.num_on_disk()) == (True, first.digest, 1)
+
+
+def test_a_rollback_is_a_new_version_of_older_content(store: AdapterStore) -> None:
+    contents = [put_version(store, LAYOUT, "mine", seed)[0].digest for seed in (1, 2, 3)]
+    back, created = store.rollback("mine", "1", Change(note="two is worse"))
+    assert (back.reference, back.digest, created) == ("mine@4", contents[0], True)
+    assert store.versions("mine").current.note == "two is worse"
+    assert store.rollback("mine")[0].digest == contents[2]  # the newest other content
+    assert store.rollback("mine", contents[2][:12])[1] is False
+    assert numbers(store, "mine") == [1, 2, 3, 4, 5]
+    with pytest.raises(NotFound, match="no version"):
+        store.rollback("mine", "9")
+    put_version(store, LAYOUT, "single", 7)
+    with pytest.raises(NotFound, match="no earlier version"):
+        store.rollback("single")
+
+
+def test_conditions_are_asked_at_the_change(store: AdapterStore) -> None:
+    first, _ = put_version(store, LAYOUT, "mine", 1, if_absent)
+    for condition in (if_absent, if_match(["2", "0" * 64]), if_match([])):
+        with pytest.raises(Stale):
+            put_version(store, LAYOUT, "mine", 2, condition)
+        with pytest.raises(Stale):
+            store.check("mine", condition)
+    with pytest.raises(Stale):
+        put_version(store, LAYOUT, "new", 2, if_match(["*"]))
+    with pytest.raises(Conflict, match="taken"):
+        put_version(store, LAYOUT, "mine", 2, keep)
+    assert (store.get("mine"), list(store.names()), store.num_on_disk()) == (first, ["mine"], 1)
+    assert put_version(store, LAYOUT, "mine", 2, if_match(["1"]))[0].version.number == 2
+    with pytest.raises(Stale):  # whoever read version 1 has lost
+        store.rollback("mine", condition=if_match([first.digest]))
+    assert put_version(store, LAYOUT, "mine", 3, if_match(["*"]))[0].version.number == 3
+
+
+def test_a_change_that_was_made_already_meets_its_condition() -> None:
+    first, second, third = (Version(number, f"{number}" * 64, 0.0) for number in (1, 2, 3))
+    free, one, two = or_made(if_absent), or_made(if_match(["1"])), or_made(if_match(["2"]))
+    for condition, record, digest in (
+        (free, NameRecord((first,)), first.digest),
+        (one, NameRecord((first, second)), second.digest),
+        (one, NameRecord((first, second)), None),  # before the content is known
+        (two, NameRecord((second, third)), third.digest),
+    ):
+        condition(record, digest)
+    for condition, record, digest in (
+        (free, NameRecord((first,)), second.digest),
+        (free, NameRecord((second,)), second.digest),  # version 1 may be pruned, or stood for anything
+        (free, NameRecord((first, second)), None),
+        (one, NameRecord((first, second)), third.digest),
+        (one, NameRecord((second, third)), third.digest),
+        (one, NameRecord((second,)), second.digest),
+    ):
+        with pytest.raises(Stale):
+            condition(record, digest)
+    with pytest.raises(Stale):
+        one(None, first.digest)
+
+
+def test_requests_keep_the_version_they_began_with_when_it_is_pruned(tmp_path: Path) -> None:
+    store, gone = opened(tmp_path, max_versions=2), list[str]()
+    store.on_gone = gone.append
+    contents = [put_version(store, LAYOUT, "mine", 1)[0].digest]
+    lease = store.lease("mine")
+    contents += [put_version(store, LAYOUT, "mine", seed)[0].digest for seed in (2, 3, 4)]
+    assert numbers(store, "mine") == [3, 4]
+    assert gone == [contents[1]]
+    assert store.path_of(contents[0]).is_dir()
+    lease.release()
+    store.settle()
+    assert gone == contents[1::-1]
+    store.check_integrity()
+    store.close()
+
+
+def test_pruning_goes_by_the_bytes_of_other_contents_too() -> None:
+    def record(*digests: str) -> NameRecord:
+        return NameRecord(tuple(Version(number, digest, 0.0) for number, digest in enumerate(digests, start=1)))
+
+    def left(digests: str, **limits: int) -> list[int]:
+        return [one.number for one in pruned(record(*digests), lambda _: 10, **limits).versions]
+
+    assert left("abcd", most=8, most_bytes=20) == [2, 3, 4]
+    assert left("abcd", most=2, most_bytes=20) == [3, 4]
+    assert left("abcd", most=8, most_bytes=0) == [4]
+    assert left("aaaa", most=8, most_bytes=0) == [1, 2, 3, 4]  # one content, which is the current one
+    assert left("abab", most=8, most_bytes=10) == [1, 2, 3, 4]  # each content counts once
+
+
+def test_versions_outlast_a_restart_and_a_name_takes_them_along_when_it_is_deleted(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    put_version(store, LAYOUT, "mine", 1, by="ann", note="ä")
+    put_version(store, LAYOUT, "mine", 2)
+    put_version(store, LAYOUT, "acme/mine", 3, owner="acme", visibility="private")
+    store.set_visibility("acme/mine", "shared")
+    names = store.names()
+    store.close()
+    store = opened(tmp_path)
+    assert store.names() == names
+    assert (names["acme/mine"].owner, names["acme/mine"].visibility) == ("acme", "shared")
+    assert (names["mine"].owner, names["mine"].visibility) == ("", "public")
+    assert store.delete("mine") == names["mine"].digest
+    assert store.num_on_disk() == 1
+    store.check_integrity()
+    store.close()
+
+
+def test_a_name_that_comes_back_goes_on_behind_its_numbers(tmp_path: Path) -> None:
+    """Or a condition by number would hold for what nobody has seen."""
+    store = opened(tmp_path)
+    for name, owner in (("mine", ""), ("acme/mine", "acme")):
+        first, _ = put_version(store, LAYOUT, name, 1, owner=owner)
+        put_version(store, LAYOUT, name, 2, owner=owner)
+        assert first.is_first
+        store.delete(name)
+    store.close()
+    store = opened(tmp_path)
+    for name, owner in (("mine", ""), ("acme/mine", "acme")):
+        again, _ = put_version(store, LAYOUT, name, 3, or_made(if_absent), owner=owner)
+        assert (again.version.number, again.is_first) == (3, True)
+        assert not put_version(store, LAYOUT, name, 3, or_made(if_absent), owner=owner)[1], "its answer was lost"
+        with pytest.raises(Stale):
+            put_version(store, LAYOUT, name, 4, if_match(["1"]), owner=owner)
+        with pytest.raises(NotFound):
+            store.get(f"{name}@1")
+        assert not put_version(store, LAYOUT, name, 4, if_match(["3"]), owner=owner)[0].is_first
+    assert put_version(store, LAYOUT, "other", 1)[0].version.number == 1
+    store.check_integrity()
+    store.close()
+
+
+def test_only_its_owner_s_names_may_have_an_owner_s_prefix(store: AdapterStore) -> None:
+    for name, owner in (
+        ("acme/mine", ""),
+        ("acme/mine", "other"),
+        ("a/b/c", "a"),
+        ("acme/", "acme"),
+        ("x", "a/b"),
+        ("mine", "acme"),
+        ("acme/history", "acme"),
+        ("acme/pin", "acme"),
+    ):
+        with pytest.raises(InvalidName):
+            put_version(store, LAYOUT, name, 1, owner=owner)
+    put_version(store, LAYOUT, "acme/mine", 1, owner="acme")
+    put_version(store, LAYOUT, "history", 1)
+
+
+def test_a_store_from_before_versions_is_read_as_it_is(tmp_path: Path) -> None:
+    store = opened(tmp_path)
+    record, _ = upload_small(store, LAYOUT, "old.one")
+    path = store.path_of(record.digest).parent.parent / "names" / "old.one"
+    store.close()
+    path.write_text(json.dumps({"digest": record.digest, "created_at_seconds": 12.5}))
+    store = opened(tmp_path)
+    assert store.get("old.one").manifest == record.manifest
+    assert store.versions("old.one").versions == (Version(1, record.digest, 12.5),)
+    assert put_version(store, LAYOUT, "old.one", 9)[0].version.number == 2
+    store.check_integrity()
+    store.close()
+
+
+def test_a_version_whose_files_are_missing_hides_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = opened(tmp_path)
+    first, second = (put_version(store, LAYOUT, "mine", seed)[0] for seed in (1, 2))
+    (store.path_of(second.digest) / "manifest.json").unlink()
+    store.close()
+    store = opened(tmp_path)
+    assert "versions [2] are missing" in caplog.text
+    assert store.get("mine@1") == first
+    assert store.rollback("mine")[0].digest == first.digest
+    store.close()
+
+
+@pytest.mark.parametrize(("wide", "narrow"), [("<f4", "<f2"), ("<f4", "<u2")])
+def test_the_same_weights_in_another_float_type_are_told_only_if_all_values_are_the_same(
+    store: AdapterStore, wide: str, narrow: str
+) -> None:
+    """`<u2` is bfloat16."""
+    modules = modules_ending(LAYOUT, "q_proj")
+    rounded = lora_tensors(LAYOUT, modules, 4, seed=1, dtype=narrow)
+    exact = {name: widened(data) for name, data in rounded.items()}
+    last = list(exact)[-1]
+    other = {**exact, last: exact[last].copy()}
+    other[last].flat[-1] = np.nextafter(other[last].flat[-1], 9, dtype=wide)  # one value, by one bit
+    negative = {**exact, last: -exact[last]}
+    uploads = [(config_bytes(), tensors) for tensors in (rounded, exact, other, negative)]
+    uploads.append((config_bytes(lora_alpha=9), rounded))
+    for config, tensors in uploads:
+        upload_bytes(store, "mine", config, safetensors_bytes(tensors), condition=move)
+    assert [version.same_as for version in store.versions("mine").versions] == [None, 1, None, None, None]
+
+
+def test_vectors_of_other_tokens_are_not_the_same_weights(store: AdapterStore) -> None:
+    name = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"
+    for ids, dtype in (([1, 2], "<f2"), ([1, 3], "<f4"), ([1, 2], "<f4")):
+        tensors = {**lora_tensors(LAYOUT, modules_ending(LAYOUT, "q_proj"), 4), name: np.ones((2, HIDDEN), dtype)}
+        config = config_bytes(trainable_token_indices=ids)
+        upload_bytes(store, "mine", config, safetensors_bytes(tensors), condition=move)
+    assert [version.same_as for version in store.versions("mine").versions] == [None, None, 1]
+
+
+def widened(data: np.ndarray) -> np.ndarray:
+    if data.dtype == np.dtype("<u2"):
+        return (data.astype("<u4") << 16).view("<f4")
+    return data.astype("<f4")
+
+
+def test_an_owner_s_names_differ_in_more_than_case(store: AdapterStore) -> None:
+    put_version(store, LAYOUT, "acme/mine", 1, owner="acme")
+    with pytest.raises(Conflict, match=r"'acme/MINE' differs in case alone from 'acme/mine'"):
+        put_version(store, LAYOUT, "acme/MINE", 1, owner="acme")
+    put_version(store, LAYOUT, "other/MINE", 1, owner="other")
+    put_version(store, LAYOUT, "mine", 1)
+    put_version(store, LAYOUT, "MINE", 1)
+
+
+def test_a_quota_of_names_holds_however_many_come_at_once(store: AdapterStore) -> None:
+    quota = Quota(max_names=3)
+
+    def put(index: int) -> bool:
+        try:
+            return put_version(store, LAYOUT, f"acme/a{index}", index, owner="acme", quota=quota)[1]
+        except QuotaExceeded:
+            return False
+
+    with ThreadPoolExecutor(8) as pool:
+        assert sum(pool.map(put, range(24))) == 3
+    put_version(store, LAYOUT, "other/a", 1, owner="other", quota=quota)
+    (first, *_) = (name for name in store.names() if name.startswith("acme/"))
+    put_version(store, LAYOUT, first, 99, owner="acme", quota=quota, condition=move)  # a name that is there
+    store.delete(first)
+    assert put_version(store, LAYOUT, "acme/again", 1, owner="acme", quota=quota)[1]
+
+
+def test_a_quota_of_bytes_counts_each_content_once_and_what_is_kept(store: AdapterStore) -> None:
+    num_bytes = put_version(store, LAYOUT, "acme/a", 1, owner="acme")[0].manifest.num_bytes
+    quota = Quota(max_bytes=2 * num_bytes)
+    put_version(store, LAYOUT, "acme/b", 1, owner="acme", quota=quota)
+    put_version(store, LAYOUT, "acme/a", 2, owner="acme", quota=quota, condition=move)
+    num_on_disk = store.num_on_disk()
+    for name in ("acme/a", "acme/c"):
+        with pytest.raises(QuotaExceeded, match="delete some first") as caught:
+            put_version(store, LAYOUT, name, 3, owner="acme", quota=quota, condition=move)
+        assert (caught.value.limit, caught.value.used) == (2 * num_bytes, 2 * num_bytes)
+    assert store.num_on_disk() == num_on_disk
+    # One that was lowered refuses growth alone.
+    put_version(store, LAYOUT, "acme/c", 2, owner="acme", quota=Quota(max_bytes=0))
+    store.delete("acme/a")
+    store.delete("acme/c")
+    put_version(store, LAYOUT, "acme/c", 3, owner="acme", quota=quota)
+
+
+def test_a_quota_reads_no_manifest_after_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of thousands of names that took a second, in which nobody else's could change."""
+    with closing(opened(tmp_path)) as store:
+        records = [put_version(store, LAYOUT, f"acme/a{index}", index, owner="acme")[0] for index in range(3)]
+    num_bytes = sum(record.manifest.num_bytes for record in records)
+    with closing(opened(tmp_path)) as store:
+        read, asked = StoreFiles.read_manifest, list[str]()
+
+        def note(files: StoreFiles, digest: str) -> Manifest:
+            asked.append(digest)
+            return read(files, digest)
+
+        monkeypatch.setattr(StoreFiles, "read_manifest", note)
+        with pytest.raises(QuotaExceeded, match=f"have {num_bytes} bytes"):
+            put_version(store, LAYOUT, "acme/b", 9, owner="acme", quota=Quota(max_bytes=num_bytes))
+        assert not set(asked) & {record.digest for record in records}

@@ -1,0 +1,247 @@
+"""Replacing adapters over HTTP: conditions, history, the way back, and which version speaks."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from bench.adapters import moves
+from service.cli.main import main
+from tests.api.conftest import BASE, Checkpoints
+from tests.support.http.server import Server, wait_for
+from tests.support.http.uploads import parts_of, tar_of
+
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8}
+
+
+@pytest.fixture
+def contents(checkpoints: Checkpoints) -> list[Path]:
+    return [checkpoints.adapters / name for name in ("alpha", "beta", "gamma")]
+
+
+@pytest.fixture
+def name(server: Server, request: pytest.FixtureRequest) -> Iterator[str]:
+    """A name that no other test has had, and that is deleted after this one."""
+    name = re.sub(r"\W+", "-", request.node.name)
+    yield name
+    server.http.delete(f"{server.url}/v1/adapters/{name}")
+
+
+def put(server: Server, name: str, directory: Path, note: str = "", **headers: str) -> Any:
+    named = {key.replace("_", "-"): value for key, value in headers.items()}
+    data = {"note": note} if note else {}
+    return server.http.put(f"{server.url}/v1/adapters/{name}", data=data, files=parts_of(directory), headers=named)
+
+
+def code_of(answer: Any) -> tuple[int, str]:
+    return answer.status_code, answer.json()["error"]["code"]
+
+
+def test_a_put_creates_and_then_replaces(server: Server, contents: list[Path], name: str) -> None:
+    first, second, same = (put(server, name, contents[at], note=f"try {at}") for at in (0, 1, 1))
+    assert [one.status_code for one in (first, second, same)] == [201, 201, 200]
+    assert [one.json()["version"] for one in (first, second, same)] == [1, 2, 2]
+    assert second.headers["etag"] == f'"{second.json()["digest"]}"'
+    history = server.get(f"/v1/adapters/{name}/history").json()
+    assert [(one["number"], one["digest"], one["note"]) for one in history["data"]] == [
+        (2, second.json()["digest"], "try 1"),
+        (1, first.json()["digest"], "try 0"),
+    ]
+    assert server.get(f"/v1/adapters/{name}").json()["version"] == 2
+    assert server.get(f"/v1/adapters/{name}@1").json()["digest"] == first.json()["digest"]
+
+
+def test_a_note_has_as_many_characters_in_a_put_as_in_a_rollback(
+    server: Server, contents: list[Path], name: str
+) -> None:
+    longest = "注" * 4096
+    assert put(server, name, contents[0]).status_code == 201
+    assert put(server, name, contents[1], note=longest).status_code == 201
+    assert server.post(f"/v1/adapters/{name}/rollback", json={"note": longest}).status_code == 200
+    notes = [one["note"] for one in server.get(f"/v1/adapters/{name}/history").json()["data"]]
+    assert notes == [longest, longest, ""]
+    for content, note in ((2, "x" * 4097), (2, "注" * 4097), (1, "x" * (1 << 20))):
+        refused = put(server, name, contents[content], note=note)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "note")
+        assert "4096 characters" in refused.json()["error"]["message"]
+    assert server.get(f"/v1/adapters/{name}").json()["version"] == 3
+
+
+def test_a_note_on_what_makes_no_version_is_not_dropped_in_silence(
+    server: Server, contents: list[Path], name: str
+) -> None:
+    def told(answer: Any) -> list[str]:
+        assert answer.status_code in (200, 201)
+        return [note for note in answer.json()["notes"] if "sent with this" in note]
+
+    assert told(put(server, name, contents[0], note="first")) == []
+    assert told(put(server, name, contents[0], note="first")) == []  # sent again, as a client may
+    assert told(put(server, name, contents[0])) == []
+    (sentence,) = told(put(server, name, contents[0], note="second"))
+    assert "version 1" in sentence
+    assert told(server.post(f"/v1/adapters/{name}/rollback", json={"version": 1, "note": "third"})) == [sentence]
+    files, named = parts_of(contents[0]), {"name": name, "note": "fourth"}
+    assert told(server.post("/v1/adapters", data=named, files=files)) == [sentence]
+    (kept,) = server.get(f"/v1/adapters/{name}/history").json()["data"]
+    assert kept["note"] == "first"
+    assert told(server.get(f"/v1/adapters/{name}")) == []
+
+
+def test_whoever_has_lost_changes_nothing(server: Server, contents: list[Path], name: str) -> None:
+    digest = put(server, name, contents[0], If_None_Match="*").json()["digest"]
+    lost = [
+        put(server, name, contents[1], If_None_Match="*"),
+        put(server, name, contents[1], If_Match='"2"'),
+        put(server, name, contents[1], If_Match=f'W/"{digest}"'),
+        put(server, "nobody", contents[1], If_Match="*"),
+        server.post(f"/v1/adapters/{name}/rollback", json={}, headers={"If-Match": "7"}),
+        server.http.delete(f"{server.url}/v1/adapters/{name}", headers={"If-Match": "7"}),
+    ]
+    assert [code_of(one) for one in lost] == [(412, "precondition_failed")] * len(lost)
+    assert server.get(f"/v1/adapters/{name}").json()["digest"] == digest
+    assert put(server, name, contents[1], If_Match=f'"5", "{digest}"').json()["version"] == 2
+    assert put(server, name, contents[2], If_Match="2").json()["version"] == 3
+    for headers in ({"If_None_Match": '"x"'}, {"If_None_Match": "*", "If_Match": "1"}):
+        assert code_of(put(server, name, contents[0], **headers)) == (400, "bad_request")
+    posted = server.post("/v1/adapters", data={"name": name}, files=parts_of(contents[2]), headers={"If-Match": "3"})
+    assert code_of(posted) == (400, "bad_request")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body"),
+    [("PUT", "/pin", None), ("DELETE", "/pin", None), ("PATCH", "", {"visibility": "private"})],
+)
+def test_a_condition_is_refused_where_none_is_looked_at(
+    server: Server, contents: list[Path], name: str, method: str, path: str, body: dict[str, str] | None
+) -> None:
+    put(server, name, contents[0])
+    before = server.get(f"/v1/adapters/{name}").json()
+    url, headers = f"{server.url}/v1/adapters/{name}{path}", {"If-Match": '"7"'}
+    assert code_of(server.http.request(method, url, json=body, headers=headers)) == (400, "bad_request")
+    after = server.get(f"/v1/adapters/{name}").json()
+    assert [after[field] for field in ("pinned", "visibility")] == [before[field] for field in ("pinned", "visibility")]
+
+
+def test_a_put_whose_answer_was_lost_can_be_sent_again_under_its_condition(
+    server: Server, contents: list[Path], name: str
+) -> None:
+    for content, number, condition in ((0, 1, {"If_None_Match": "*"}), (1, 2, {"If_Match": "1"})):
+        made, again = (put(server, name, contents[content], **condition) for _ in range(2))
+        assert (made.status_code, again.status_code) == (201, 200)
+        assert made.json()["version"] == again.json()["version"] == number
+    lost = [
+        put(server, name, contents[2], If_Match="1"),  # other content than it stands for
+        put(server, name, contents[1], If_None_Match="*"),  # it was not free before this content came
+        server.post(f"/v1/adapters/{name}/rollback", json={}, headers={"If-Match": "1"}),
+        server.http.delete(f"{server.url}/v1/adapters/{name}", headers={"If-Match": "1"}),
+    ]
+    assert [code_of(one) for one in lost] == [(412, "precondition_failed")] * len(lost)
+    assert server.get(f"/v1/adapters/{name}").json()["version"] == 2
+
+
+def test_a_name_in_the_body_is_the_one_in_the_address(server: Server, contents: list[Path], name: str) -> None:
+    path = f"{server.url}/v1/adapters/{name}"
+    archive = {"archive": ("x.tar.gz", tar_of(contents[0]))}
+    assert server.http.put(path, data={"name": name}, files=archive).status_code == 201
+    assert code_of(server.http.put(path, data={"name": "other"}, files=archive)) == (400, "bad_request")
+    assert code_of(put(server, BASE, contents[0])) == (409, "conflict")
+    assert code_of(put(server, ".x", contents[0])) == (400, "invalid_name")
+
+
+def test_back_and_forth(server: Server, contents: list[Path], name: str) -> None:
+    digests = [put(server, name, content).json()["digest"] for content in contents]
+    path = f"/v1/adapters/{name}/rollback"
+    back = server.post(path, json={"version": 1, "note": "worse"})
+    assert (back.status_code, back.json()["version"], back.json()["digest"]) == (200, 4, digests[0])
+    assert server.post(path, json={}).json()["digest"] == digests[2]
+    assert server.post(path, json={"version": digests[1][:12]}).json()["version"] == 6
+    for body, code in (
+        ({"version": 99}, "not_found"),
+        ({"version": "x"}, "not_found"),
+        ({"version": 1.5}, "bad_request"),
+        ({"version": ""}, "bad_request"),  # of a variable that is not set: nobody asked for the version before
+    ):
+        assert server.post(path, json=body).json()["error"]["code"] == code, body
+    assert code_of(server.post("/v1/adapters/nobody/rollback", json={})) == (404, "not_found")
+    assert code_of(server.get("/v1/adapters/nobody/history")) == (404, "not_found")
+
+
+def test_every_answer_says_which_version_spoke(
+    server: Server, client: openai.OpenAI, contents: list[Path], name: str
+) -> None:
+    digests = [put(server, name, content).json()["digest"] for content in contents[:2]]
+    texts = []
+    for model, number in ((name, 2), (f"{name}@1", 1), (f"{BASE}:{name}@{digests[0]}", 1)):
+        raw = client.completions.with_raw_response.create(model=model, prompt="the", **GREEDY)
+        answer, digest = raw.parse(), digests[number - 1]
+        assert raw.headers["x-multilora-adapter"] == f"{name}@{number} sha256:{digest}"
+        assert answer.system_fingerprint is not None
+        assert answer.system_fingerprint.endswith(f"_{digest[:16]}")
+        assert answer.model == name
+        texts.append(answer.choices[0].text)
+        request_id = raw.headers["x-request-id"]
+        (line,) = wait_for(lambda request_id=request_id: server.log_lines(request_id), "the request to be logged")
+        assert line["version"] == f"{name}@{number}:{digest[:12]}"
+    assert texts[1] == texts[2] != texts[0]
+    chat = {"model": f"{name}@1", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "stream": True}
+    assert server.post("/v1/chat/completions", json=chat).headers["x-multilora-adapter"].startswith(f"{name}@1 ")
+    batch = [{"model": model, "prompt": "the", "max_tokens": 1} for model in (name, f"{name}@1", BASE)]
+    sent = server.post("/v1/completions/batch", json={"items": batch})
+    assert sent.headers["x-multilora-adapter"] == "several"
+    assert "x-multilora-adapter" not in server.post("/v1/completions", json={"prompt": "the"}).headers
+    with pytest.raises(openai.NotFoundError):
+        client.completions.create(model=f"{name}@7", prompt="the", **GREEDY)
+
+
+def test_a_stream_ends_on_the_version_that_it_began_with(
+    server: Server, client: openai.OpenAI, contents: list[Path], name: str
+) -> None:
+    put(server, name, contents[0])
+    options: Any = {"model": name, "prompt": "the", "temperature": 0, "extra_body": {"ignore_eos": True}}
+    expected = client.completions.create(max_tokens=300, **options).choices[0].text
+    stream = client.completions.create(max_tokens=300, stream=True, **options)
+    chunks = [next(stream)]
+    put(server, name, contents[1])
+    new = client.completions.with_raw_response.create(max_tokens=1, **options)
+    assert new.headers["x-multilora-adapter"].startswith(f"{name}@2 ")
+    chunks += stream
+    assert "".join(chunk.choices[0].text for chunk in chunks) == expected
+    assert len({chunk.system_fingerprint for chunk in chunks}) == 1
+
+
+def test_no_request_fails_while_names_move(server: Server, contents: list[Path]) -> None:
+    """`python -m bench.adapters.moves` has 10,000 requests and 200 moves."""
+    outcome = moves.run(server.url, contents, num_requests=600, num_moves=45)
+    assert set(outcome.statuses) == {200}
+    assert outcome.statuses[200] >= 600
+    assert (outcome.late, outcome.mixed, outcome.num_moves) == (0, 0, 45)
+    assert outcome.num_versions_seen > 9, "the names moved before or after the requests, not among them"
+
+
+def test_the_commands_of_an_operator(
+    server: Server, contents: list[Path], name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    at = f"--url={server.url}"
+
+    def said(*arguments: str) -> str:
+        assert main([*arguments, at]) == 0
+        return capsys.readouterr().out
+
+    assert f"{name}@1 is there" in said("upload", str(contents[0]), f"--name={name}", "--note=first")
+    assert f"{name}@2 is there" in said("upload", str(contents[1]), f"--name={name}")
+    assert f"{name}@2 was there already" in said("upload", str(contents[1]), f"--name={name}")
+    assert main(["upload", str(contents[2]), f"--name={name}", "--new", at]) == 1
+    assert "taken" in capsys.readouterr().err
+    assert main(["upload", str(contents[2]), f"--name={name}", "--if-version=1", at]) == 1
+    assert "version 2" in capsys.readouterr().err
+    assert f"{name}@3 is there" in said("rollback", name, "--to=1", "--note=worse")
+    listed = said("history", name)
+    assert [word in listed for word in ("first", "worse", "1", "2", "3")] == [True] * 5
+    assert main(["history", "nobody", at]) == 1
+    assert json.loads(said("history", name, "--json"))["data"][0]["number"] == 3

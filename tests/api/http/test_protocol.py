@@ -1,0 +1,155 @@
+"""A connection in the process of its server: what it has hold of."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import socket
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import uvicorn
+from uvicorn.server import ServerState
+
+from service.api.http.connection_limits import ConnectionShares
+from service.api.http.protocol import Protocol
+from service.api.http.read_scheduler import ReadingTurns
+from tests.support.limits import LIMIT_SECONDS
+
+
+class Thing:
+    """What an application has of a request."""
+
+
+async def some_passes() -> None:
+    """Of the event loop: what is about to end needs fewer."""
+    for _ in range(100):
+        await asyncio.sleep(0)
+
+
+async def started(application: Any, made: list[Protocol] | None = None) -> tuple[asyncio.Server, ServerState]:
+    """The application, served on a port of its own. made: where its connections go."""
+    config = uvicorn.Config(application, log_config=None, proxy_headers=False, timeout_keep_alive=3600)
+    config.load()
+    shares, turns, server_state = ConnectionShares(4), ReadingTurns(), ServerState()
+
+    def make() -> Protocol:
+        named: dict[str, Any] = {"config": config, "server_state": server_state, "app_state": {}}
+        protocol = Protocol(shares, turns, lambda _status: None, **named)
+        if made is not None:
+            made.append(protocol)
+        return protocol
+
+    return await asyncio.get_running_loop().create_server(make, "127.0.0.1", 0), server_state
+
+
+def test_a_connection_keeps_nothing_of_a_request_and_is_gone_when_it_is_closed() -> None:
+    """Python's collector has nothing to do: of hundreds that are closed together it would make one long stretch."""
+    things, connections = list[weakref.ref[Thing]](), list[weakref.ref[Protocol]]()
+
+    async def application(scope: Any, _receive: object, send: Callable[..., Any]) -> None:
+        scope["thing"] = Thing()
+        things.append(weakref.ref(scope["thing"]))
+        connections.append(weakref.ref(scope["multilora.connection"]))
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def run() -> None:
+        server, server_state = await started(application)
+        client = socket.create_connection(server.sockets[0].getsockname())
+        client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        while not server_state.total_requests:
+            await asyncio.sleep(0)
+        await some_passes()
+        assert things[0]() is None
+        assert connections[0]() is not None
+        client.close()
+        while server_state.connections:
+            await asyncio.sleep(0)
+        await some_passes()
+        assert connections[0]() is None
+        server.close()
+
+    gc.disable()
+    try:
+        asyncio.run(asyncio.wait_for(run(), LIMIT_SECONDS))
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("is_answered_first", [False, True])
+@pytest.mark.parametrize("expects", [b"", b"Expect: 100-continue\r\n"])
+def test_bodies_come_whole_however_they_are_cut_and_what_follows_is_the_next_request(
+    is_answered_first: bool, expects: bytes
+) -> None:
+    """Also those of which nobody wants the rest, since the answer is out."""
+    bodies = [random.Random(seed).randbytes(num) for seed, num in enumerate((0, 1, 3_000, 900_000, 65_536, 2_000_000))]
+    received: list[bytes] = []
+
+    async def application(_scope: Any, receive: Callable[..., Any], send: Callable[..., Any]) -> None:
+        answered = {"type": "http.response.body", "body": b"."}
+        start = {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"1")]}
+        body, message = b"", {"more_body": True}
+        while message.get("more_body") and not (is_answered_first and body):
+            message = await receive()
+            body += message.get("body", b"")
+        received.append(body)
+        await send(start)
+        await send(answered)
+
+    async def run() -> None:
+        server, _ = await started(application)
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        head = b"PUT / HTTP/1.1\r\nHost: x\r\n" + expects
+        sent = b"".join(head + b"Content-Length: %d\r\n\r\n%b" % (len(body), body) for body in bodies)
+        cuts = random.Random(0)
+
+        async def write() -> None:
+            at = 0
+            while at < len(sent):
+                num = cuts.choice((1, 7, 100, 5_000, 300_000))
+                writer.write(sent[at : at + num])
+                await writer.drain()
+                at += num
+
+        writing = asyncio.create_task(write())
+        answers = b""
+        while answers.count(b"HTTP/1.1 200 ") < len(bodies):
+            answers += await reader.readuntil(b"\r\n\r\n")
+        await writing
+        writer.close()
+        server.close()
+
+    asyncio.run(asyncio.wait_for(run(), LIMIT_SECONDS))
+    if is_answered_first:
+        assert all(whole.startswith(part) for part, whole in zip(received, bodies, strict=True))
+    else:
+        assert received == bodies
+
+
+def test_a_body_that_comes_after_its_answer_keeps_the_connection() -> None:
+    """The answer began the wait for the next request; what comes of the body ends it, however it is read."""
+    connections: list[Protocol] = []
+
+    async def application(_scope: Any, _receive: Any, send: Callable[..., Any]) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"1")]})
+        await send({"type": "http.response.body", "body": b"."})
+
+    async def run() -> None:
+        server, _ = await started(application, connections)
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        writer.write(b"PUT / HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\n.")
+        (connection,) = connections
+        while connection.timeout_keep_alive_task is None:
+            await asyncio.sleep(0)
+        writer.write(b"a" * 1000)
+        while connection.timeout_keep_alive_task is not None:
+            await asyncio.sleep(0)
+        writer.close()
+        server.close()
+
+    asyncio.run(asyncio.wait_for(run(), LIMIT_SECONDS))

@@ -1,0 +1,62 @@
+"""The table from errors to statuses is complete, and nothing of the inside gets out."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from adapters import errors as store_errors
+from service.api.errors import TABLE, ApiError, UnknownModel, error_body, status_of
+from service.engine.ipc.token_streams import EngineDied
+from service.models.errors import ModelError
+from service.tenants.limits import LimitReached
+from service.text.template_sandbox import TemplateError
+from service.text.tokenizer import TextError
+
+
+def descendants(root: type[Exception]) -> set[type[Exception]]:
+    return {root}.union(*(descendants(child) for child in root.__subclasses__()))
+
+
+def test_every_error_of_a_request_has_a_row() -> None:
+    trees = descendants(ApiError) | descendants(store_errors.AdapterError)
+    trees |= descendants(TextError) | descendants(TemplateError)
+    trees |= {LimitReached}
+    # The roots are never raised; a dead engine and an unusable model are told by errors of the API.
+    assert trees - {ApiError, store_errors.AdapterError} == set(TABLE)
+    assert not set(TABLE) & {EngineDied, ModelError}
+
+
+def test_every_row_is_an_error_in_openai_s_shape() -> None:
+    for kind, answer in TABLE.items():
+        problems = ((),) if kind is store_errors.BindingError else ()
+        body = error_body(kind("A sentence.", *problems))
+        assert 400 <= answer.status < 600
+        assert body["error"]["message"] == "A sentence."
+        assert {"message", "type", "param", "code"} <= set(body["error"])
+
+
+def test_a_subclass_without_a_row_is_our_bug_and_says_nothing() -> None:
+    class New(UnknownModel):
+        pass
+
+    assert status_of(New("secret")) == 500
+    assert "secret" not in str(error_body(New("secret")))
+
+
+@pytest.mark.parametrize("error", [RuntimeError("/root/secret"), KeyError("token"), AssertionError("x")])
+def test_unexpected_errors_keep_their_words(error: Exception) -> None:
+    assert status_of(error) == 500
+    assert str(error) not in error_body(error)["error"]["message"]
+
+
+def test_what_is_not_unicode_in_a_message_is_replaced() -> None:
+    assert error_body(UnknownModel("a\ud800b"))["error"]["message"] == "a?b"
+    assert error_body(UnknownModel("x", param="a\ud800b"))["error"]["param"] == "a?b"
+
+
+def test_what_is_not_unicode_in_a_problem_is_replaced() -> None:
+    body = error_body(store_errors.BindingError("x", (("layer\ud800", "no \udfff module"),)))
+    assert body["error"]["problems"] == [{"name": "layer?", "reason": "no ? module"}]
+    json.dumps(body, ensure_ascii=False).encode()

@@ -1,0 +1,43 @@
+"""A server's first requests build nothing of its routes, which would keep the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pydantic
+import pytest
+
+from service.api.route_table import build_routes
+from service.server.app import create_app
+from service.settings import load_settings
+from tests.api.conftest import Checkpoints
+
+# One of a router, one past all of them, and one with a query that is a model.
+PATHS = ("/version", "/nowhere", "/v1/adapters?limit=3")
+
+
+def test_built_routes_are_built_no_more(
+    checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app = create_app(load_settings(model_dir=checkpoints.base, store_dir=tmp_path))
+    build, built = pydantic.TypeAdapter.__init__, list[Any]()
+
+    def noted(self: Any, kind: Any, **options: Any) -> None:
+        built.append(kind)
+        build(self, kind, **options)
+
+    monkeypatch.setattr(pydantic.TypeAdapter, "__init__", noted)
+    build_routes(app)
+    assert len(built) > 100
+    built.clear()
+
+    async def ask() -> list[int]:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+            return [(await client.get(path)).status_code for path in PATHS]
+
+    assert asyncio.run(ask()) == [200, 404, 200]
+    assert not built
+    app.state.services.store.close()
