@@ -303,3 +303,46 @@ def test_modules_that_texts_name_are_there() -> None:
         if not any(f"/{module}".endswith(f"/{name}") for module in modules)
     }
     assert not missing, missing
+
+
+def _prose(path: Path) -> Iterator[tuple[int, str]]:
+    """Numbered lines of a page outside of tables and blocks of code."""
+    in_block = False
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            in_block = not in_block
+        elif not in_block and not line.lstrip().startswith("|"):
+            yield number, line
+
+
+PAGES = [
+    *sorted((ROOT / "docs").glob("*.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")),
+]
+
+
+def test_pages_are_short() -> None:
+    long = [f"{page.name}:{number}" for page in PAGES for number, line in _prose(page) if len(line) > 120]
+    assert not long, long
+    assert sum(len(page.read_text().split()) for page in (ROOT / "docs").rglob("*.md")) <= 34_000
+
+
+def _anchors(page: Path) -> set[str]:
+    """Those of a page's headings, as GitHub makes them."""
+    headings = (line.lstrip("#").strip().lower() for _, line in _prose(page) if line.startswith("#"))
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in headings}
+
+
+def test_links_between_pages_resolve() -> None:
+    broken = []
+    for page in (*PAGES, *(ROOT / "bench" / "records").glob("*.md")):
+        # `code` may have brackets of its own.
+        text = re.sub(r"`[^`]*`", "", page.read_text())
+        for target in re.findall(r"\]\(([^)\s]+)\)", text):
+            if target.startswith(("http:", "https:")):
+                continue
+            path, _, anchor = target.partition("#")
+            file = page.parent / path if path else page
+            if not file.exists() or (anchor and anchor not in _anchors(file)):
+                broken.append(f"{page.relative_to(ROOT)}: {target}")
+    assert not broken, broken
