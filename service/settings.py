@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ByteSize, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
@@ -42,178 +42,189 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="MULTILORA_", frozen=True, extra="forbid", env_ignore_empty=True)
 
     host: str = Field("127.0.0.1", description="address to listen on")
-    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one and logs it")
-    model_dir: Path = Field(BUNDLED_MODEL_DIR, description="Hugging Face directory of the base model")
+    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 chooses a free one and logs it")
+    model_dir: Path = Field(
+        BUNDLED_MODEL_DIR, description="Hugging Face directory of the base model; default: the bundled model"
+    )
     model_name: str | None = Field(
-        None, description="name clients use for the base, such as Qwen/Qwen3-0.6B; default: the directory's name"
+        None, description="name of the base in requests, such as Qwen/Qwen3-0.6B; default: the directory's name"
     )
     preload_adapters_dir: Path | None = Field(
         None,
-        description="directory of adapter directories that are put into the store at the start under their folder "
-        "names, `org/name` for those of a folder in it; default: the bundled adapters for the bundled model, nothing "
-        "for any other",
+        description="directory of adapter directories that are stored at the start under their folder names, "
+        "`org/name` for those two deep; default: the bundled adapters with the bundled model, else none",
     )
     store_dir: Path = Field(
         Path("data") / "adapters",
-        description="where uploaded adapters live; adapters of several base models may share it",
+        description="directory of uploaded adapters; adapters of several base models may share it",
     )
     store_shared: bool = Field(
         False,
-        description="let other servers that say so too have the same store at the same time, on one machine or on "
-        "several with a shared file system: what is uploaded, moved or deleted on one holds on all",
+        description="share store-dir with other servers, on one machine or on a shared file system; each server needs "
+        "this setting, and a change on one holds on all",
     )
 
     tool_parser: Literal[
         "auto", "template", "generic", "none", "hermes", "qwen3_coder", "llama3_json", "mistral", "lfm2"
     ] = Field(
         "auto",
-        description="how the model writes tool calls; auto: as its chat template shows, or an adapter's own, and for "
-        "templates that show no tools as a prompt of the server's explains; template: the latter are refused; generic: "
-        "always as that prompt explains; none: `tools` are refused",
+        description="format of the model's tool calls; auto: the one that the chat template shows, else a prompt of "
+        "the server's; template: no such prompt, tools are refused; generic: always that prompt; none: tools are "
+        "refused",
     )
     reasoning_parser: Literal["auto", "none", "think"] = Field(
         "auto",
-        description="think: what the model writes between <think> and </think> is `reasoning_content`; auto: so for "
-        "chat templates that know these marks; none: it is part of the answer",
+        description="think: text between <think> and </think> is `reasoning_content`; auto: the same for chat "
+        "templates that name these marks; none: it is part of the answer",
     )
     disable_additional_properties: bool = Field(
         True,
         description="objects of a JSON schema that names properties and does not say `additionalProperties` take no "
-        "others, in answers and in enforced calls of tools; false: they may; a request's field of this name goes first",
+        "others, in answers and in enforced calls of tools; false: they take others; a request's field of this name "
+        "decides first",
     )
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="what the base computes in; auto: the checkpoint's, float16 on a CPU as float32"
+        "auto", description="dtype of the base's computation; auto: the checkpoint's, but float32 for float16 on a CPU"
     )
     device: str = Field(
         "auto",
-        description="cpu, cuda or npu, perhaps with an index; auto: an NPU if there is one, else a GPU, else the CPU",
+        description="cpu, cuda or npu, with an index if need be (cuda:1); auto: an NPU if there is one, else a GPU, "
+        "else the CPU",
     )
     replicas: int = Field(
         1,
         ge=1,
         le=64,
-        description="engines of this server, each with a device of its own, the first ones that this process may use; "
-        "requests go where their adapter is, and those that an engine loses before their first token to another one",
+        description="number of engines, each on a device of its own; requests go to an engine that has their adapter, "
+        "and those that an engine loses before their first token go to another one",
     )
     sampling_defaults: Literal["model", "openai"] = Field(
         "model",
-        description="what a request has that does not say: what the model's generation_config.json names "
-        "(temperature, top_p, top_k, min_p, repetition_penalty), or OpenAI's (temperature 1, all else off); end "
-        "tokens are the model's either way",
+        description="sampling parameters of a request that does not name them; model: those of generation_config.json "
+        "(temperature, top_p, top_k, min_p, repetition_penalty); openai: temperature 1 and nothing else. End tokens "
+        "are the model's either way",
     )
     num_threads: int | None = Field(
         None,
         ge=1,
-        description="CPU threads of the engine; default: as many as make a decode step fastest at the start, within "
-        "the cores and the quota that there are",
+        description="number of CPU threads of the engine; default: the number with the fastest decode step at the "
+        "start, within the cores and the quota",
     )
     max_model_len_tokens: int | None = Field(
         None,
         ge=1,
-        description="prompt and output of one request; default and most: the model's own limit (with linear RoPE "
-        "scaling up to that times its factor)",
+        description="largest number of tokens of one request, prompt and output; default and maximum: the model's own "
+        "limit (with linear RoPE scaling that times its factor)",
     )
     token_budget: int | None = Field(
         None,
         ge=1,
-        description="most tokens in one step, prefill and decode together; default: 8192 on a GPU, 2048 on an NPU, 256 "
-        "on a CPU, less on a device with little memory",
+        description="largest number of tokens in one step, prefill and decode together; default: 8192 on a GPU, 2048 "
+        "on an NPU, 256 on a CPU, less on a device with little memory",
     )
     max_sequences: int | None = Field(
-        None, ge=1, description="most sequences that run at the same time; default: 256, on a CPU 64"
+        None,
+        ge=1,
+        description="largest number of sequences that run at the same time; default: 256, on a CPU 64, and fewer "
+        "where their states would take more than half of the free memory",
     )
     block_size_tokens: int | None = Field(
         None,
         ge=1,
-        description="tokens per KV block; default: 16, on an NPU 128, whose fused attention takes multiples of that",
+        description="number of tokens per KV block; default: 16, on an NPU 128, whose fused attention takes multiples "
+        "of that",
     )
-    eager: bool = Field(
-        False, description="run each step from Python, where devices would replay it from a captured graph"
-    )
+    eager: bool = Field(False, description="launch every step from Python and capture no graphs")
     lora_window: bool = Field(
         True,
-        description="hold the A rows of adapters behind the base weights, so that small steps on a GPU, and decode "
-        "steps on an NPU, need no shrink of their own; without effect on a CPU",
+        description="keep the A rows of adapters behind the base weights, so that small steps on a GPU, and decode "
+        "steps on an NPU, need no separate shrink; no effect on a CPU",
     )
     npu_graphs: bool = Field(
         False,
-        description="on an NPU capture decode steps of up to 64 sequences as graphs and replay them, so that they cost "
-        "no Python; what cannot be captured runs as without, for a reason that /metrics names; not verified on an NPU",
+        description="capture decode steps of up to 64 sequences as NPU graphs and replay them; /metrics names the "
+        "reason for steps that cannot be captured; not verified on an NPU",
     )
     kv_bytes: Size | None = Field(
         None,
-        description="KV cache, allocated once; default: what the weights, the steps and the adapter rows leave of the "
-        "device's memory, as far as max-sequences can fill it; on a CPU a quarter of the free memory, or what one "
-        "request of the longest context takes if that is more, as far as half of the free memory goes",
+        description="size of the KV cache, allocated once; default: the device's memory beside weights, steps and "
+        "adapter rows, up to what max-sequences can fill; on a CPU a quarter of the free memory, or one request of "
+        "the longest context if that is more, up to half of the free memory",
     )
     state_bytes: Size | None = Field(
-        None, description="conv states, allocated once; default: one line for each of max-sequences"
+        None,
+        description="size of convolution and delta-net states, allocated once; default: one line for each of "
+        "max-sequences",
     )
     adapter_row_bytes: Size | None = Field(
         None,
-        description="adapter rows on the device, allocated once; 0 turns LoRA off; default: a quarter of what the "
-        "weights and the steps leave of the device's memory, as far as it is of use, on a CPU at most 1,024 rows or "
-        "256 MiB, and half of the free memory counts",
+        description="size of adapter rows on the device, allocated once; 0 turns LoRA off; default: up to a quarter "
+        "of the device's memory beside weights and steps; on a CPU of half of the free memory, and at most 1,024 rows "
+        "or 256 MiB",
     )
     adapter_side_bytes: Size | None = Field(
         None,
-        description="what adapters have on the device beside rows, allocated once: magnitudes of DoRA, biases, norms, "
-        "and embeddings and heads of their own; 0: such adapters are refused; default: on a CPU at most 64 MiB, "
-        "elsewhere room for magnitudes, biases and norms of 16 adapters, and for embeddings and heads of two adapters "
-        "or one, if all that is at most a sixteenth of what the weights and the steps leave",
+        description="size of non-LoRA parameters on the device, allocated once: DoRA magnitudes, biases, norms, "
+        "embeddings and heads of adapters; 0 refuses such adapters; default: on a CPU at most 64 MiB, elsewhere room "
+        "for vectors and norms of 16 adapters, and for embeddings and heads of two adapters or one, if all that is at "
+        "most a sixteenth of the memory beside weights and steps",
     )
-    host_tier_bytes: Size = Field(ByteSize(512 * MIB), description="adapters held in host memory")
+    host_tier_bytes: Size = Field(ByteSize(512 * MIB), description="size of the adapters in host memory")
 
     max_queued_requests: int = Field(
         default_factory=usual_queue,
         ge=1,
-        description="sequences of a client that may wait or run at the same time, of several as many as each "
-        "leaves free of twice as many; beyond it requests get 429; default: one for 8 MiB of memory, 512 to 4096",
+        description="largest number of sequences of one client that wait or run; several clients have as many each as "
+        "they leave free of twice as many; beyond it requests get 429; default: one for 8 MiB of memory, 512 to 4096",
     )
     max_connections: int = Field(
         default_factory=usual_connections,
         ge=1,
-        description="open connections, of one tenant half of them, and of one address that is neither this machine's "
-        "own nor in trusted_proxies; beyond it they are answered 429 at once; default: one for 4 MiB of memory, 1024 "
-        "to 16384",
+        description="largest number of open connections; a tenant, and an address other than this machine's own and "
+        "trusted-proxies, may have half of them; others get 429 at once; default: one for 4 MiB of memory, 1024 to "
+        "16384",
     )
     trusted_proxies: Addresses = Field(
         (),
-        description="proxies before this server, as addresses or networks separated by commas: X-Forwarded-For of "
-        "requests from there says who the client is, and their connections have no share; default: none",
+        description="proxies before this server, as addresses or networks separated by commas: their X-Forwarded-For "
+        "names the client, and their connections are not limited by address; default: none",
     )
-    max_batch_items: int = Field(256, ge=1, description="most items of one POST /v1/completions/batch")
+    max_batch_items: int = Field(256, ge=1, description="largest number of items of one POST /v1/completions/batch")
     max_logprobs: int = Field(
         20,
         ge=-1,
-        description="most alternatives of a token in `logprobs`, `top_logprobs`, `prompt_logprobs`; -1: all tokens",
+        description="largest number of alternatives of a token in `logprobs`, `top_logprobs`, `prompt_logprobs`; -1: "
+        "all tokens",
     )
     max_choices: int = Field(16, ge=1, description="largest `n` of a request")
-    max_body_bytes: Size = Field(ByteSize(16 * MIB), description="largest JSON request body")
+    max_body_bytes: Size = Field(ByteSize(16 * MIB), description="largest size of a JSON request body")
     max_buffered_bytes: Size = Field(
         ByteSize(64 * MIB),
-        description="JSON request bodies that are being read, of one client half of it and of several as much as each "
-        "leaves free; beyond it requests get 429, but for small ones",
+        description="largest size of all JSON request bodies that are being read; one client has half of it, several "
+        "as much each as they leave free; beyond it all but small requests get 429",
     )
-    max_upload_bytes: Size = Field(ByteSize(2048 * MIB), description="largest adapter upload, packed and unpacked")
+    max_upload_bytes: Size = Field(
+        ByteSize(2048 * MIB), description="largest size of an adapter upload, packed and unpacked"
+    )
     max_versions: int = Field(
-        8, ge=1, description="versions that are kept of an adapter, the current one included; older ones go"
+        8, ge=1, description="number of stored versions of an adapter, the current one included; the oldest are deleted"
     )
     max_version_bytes: Size = Field(
-        ByteSize(1024 * MIB), description="older versions that are kept of one adapter, together; the oldest go first"
+        ByteSize(1024 * MIB),
+        description="largest size of the older versions of one adapter together; the oldest are deleted first",
     )
     max_uploads: int = Field(
         16,
         ge=1,
         le=64,
-        description="uploads at a time, of one client half of them and of several as many as each leaves free, one at "
-        "least; beyond it they get 429",
+        description="largest number of uploads at a time; one client has half of them, several as many each as they "
+        "leave free, at least one; beyond it uploads get 429",
     )
     max_staging_bytes: Size | None = Field(
         None,
-        description="what uploads that are not finished may hold on the disk together, one client half of it and "
-        "several as much as each leaves free; beyond it they get 429; default: eight times max-upload-bytes",
+        description="largest size of unfinished uploads on the disk together; one client has half of it, several as "
+        "much each as they leave free; beyond it uploads get 429; default: eight times max-upload-bytes",
     )
     min_free_disk_bytes: Size = Field(
         ByteSize(256 * MIB), description="uploads that would leave less than this free on the disk get 507"
@@ -225,51 +236,54 @@ class Settings(BaseSettings):
     )
 
     api_keys: Keys = Field((), description="keys for inference, separated by commas; default: no key is needed")
-    admin_api_keys: Keys = Field((), description="keys for inference, upload and delete, separated by commas")
+    admin_api_keys: Keys = Field(
+        (), description="keys for everything, uploads and deletions included, separated by commas"
+    )
     keys_file: Path | None = Field(
         None,
-        description="TOML file of tenants, their limits and the hashes of their keys, which multilora keys changes; "
-        "default: all that asks is one tenant",
+        description="TOML file of tenants, their limits and the hashes of their keys, edited by `multilora keys`; "
+        "default: every client is one tenant",
     )
     root_path: RootPath = Field(
         "",
-        description="path below which a proxy serves this server, such as /lora: requests may have it before theirs, "
-        "and /docs and /openapi.json say so",
+        description="path below which a proxy serves this server, such as /lora; requests may have it before their "
+        "path, and /docs and /openapi.json name it",
     )
     open_paths: OpenPaths = Field(
         ("/docs", "/openapi.json", "/version"),
-        description="which of /docs, /openapi.json, /version and /metrics need no key where keys are set, separated by "
-        "commas; none for none of them",
+        description="those of /docs, /openapi.json, /version and /metrics that need no key where keys are set, "
+        "separated by commas; `none` for no path",
     )
 
     cors_origins: Origins = Field(
         (),
-        description="web pages that may call this server from a browser, as origins such as https://ui.example, "
+        description="origins of web pages that may call this server from a browser, such as https://ui.example, "
         "separated by commas; * for all; default: none",
     )
-    page: bool = Field(True, description="serve a page at / to try the server in a browser; false turns it off")
+    page: bool = Field(True, description="serve the page at /")
 
     stall_limit_seconds: float = Field(
         30.0,
         gt=0,
-        description="a client that for so long takes or sends less than 1 KiB/s, or has sent no whole head of a "
-        "request, loses its connection",
+        description="a client that sends or reads less than 1 KiB/s for this many seconds, or has not sent a whole "
+        "head in that time, loses its connection",
     )
     shutdown_limit_seconds: float = Field(
-        30.0, ge=0, description="how long running requests and uploads may go on after SIGTERM"
+        30.0, ge=0, description="number of seconds for running requests and uploads after SIGTERM"
     )
     metrics_adapters: int = Field(
         64,
         ge=0,
         le=1000,
-        description="adapters that /metrics tells of one by one, the busiest ones; others with ?adapter=NAME",
+        description="number of adapters with series of their own in /metrics, the busiest ones; ?adapter=NAME names "
+        "others",
     )
-    log_format: Literal["text", "json"] = Field("text", description="one line per request as text or as JSON")
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level that is logged")
+    log_format: Literal["text", "json"] = Field("text", description="format of the log, one line per request")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="lowest level that is logged")
     refusal_lines_per_minute: int = Field(
         60,
         ge=0,
-        description="lines of the log about requests of one payer that are refused; the rest are counted in one line",
+        description="number of log lines per minute about refused requests of one client; one line counts the rest",
     )
 
     @classmethod
@@ -383,3 +397,27 @@ def _sentence(fault: Any) -> str:
     name = str(fault["loc"][0])
     flag = name.lower().removeprefix("multilora_").replace("_", "-")
     return f"Setting --{flag} (MULTILORA_{flag.replace('-', '_').upper()}): {message}."
+
+
+def flag_of(setting: str) -> str:
+    """The flag of `multilora serve`."""
+    return f"--{setting.replace('_', '-')}"
+
+
+def choices_of(setting: str) -> tuple[str, ...]:
+    """The values that a setting can have, if they are few."""
+    annotation = Settings.model_fields[setting].annotation
+    return tuple(map(str, get_args(annotation))) if get_origin(annotation) is Literal else ()
+
+
+def default_of(setting: str) -> str:
+    """The default as text; empty where the description says it."""
+    field = Settings.model_fields[setting]
+    default = None if field.default_factory else field.default  # a factory asks the machine
+    if default in (None, (), "") or (isinstance(default, Path) and default.is_absolute()):
+        return ""
+    if isinstance(default, tuple):
+        return ",".join(map(str, default))
+    if isinstance(default, bool):
+        return str(default).lower()
+    return default.human_readable() if isinstance(default, ByteSize) else str(default)

@@ -40,6 +40,18 @@ def test_a_topic(capsys: pytest.CaptureFixture[str]) -> None:
     assert "one of: auto, float32, bfloat16, float16\n      default: auto\n" in shown
 
 
+def test_the_flags_of_serve(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those that most people set stand first, and each default is a value that can be given."""
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    common, advanced = capsys.readouterr().out.split("advanced settings:")
+    assert common.count("\n  --") == 15
+    assert all(f"--{name} VALUE" in common for name in ("model-dir", "store-dir", "kv-bytes", "api-keys"))
+    assert "default 16.0MiB" in advanced
+    assert "Undefined" not in advanced
+    assert str(ROOT) not in common
+
+
 @pytest.mark.parametrize("spelling", ["max-body-bytes", "max_body_bytes", "MULTILORA_MAX_BODY_BYTES"])
 def test_one_setting(spelling: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["help", spelling]) == 0

@@ -8,9 +8,9 @@ import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from service.cli.help import choices_of, topics
+from service.cli.help import topics
 from service.server.serve import flag_parser
-from service.settings import Settings
+from service.settings import Settings, choices_of
 
 _BASH = """\
 # multilora in bash: eval "$(multilora completion bash)"

@@ -5,24 +5,21 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable
-from typing import Literal, get_args, get_origin
 
-from pydantic import ByteSize
-
-from service.settings import Settings
+from service.settings import Settings, choices_of, default_of, flag_of
 
 # Name, title, first setting. A topic goes on, in the order of `Settings`, up to the first setting of the next one.
 _TOPICS = (
-    ("network", "where the server listens", "host"),
+    ("network", "the server's address", "host"),
     ("model", "the base model", "model_dir"),
-    ("adapters", "where adapters come from and live", "preload_adapters_dir"),
-    ("answers", "how what the model writes is read", "tool_parser"),
-    ("device", "what computes, and how", "dtype"),
-    ("steps", "what runs in one step, and how", "max_model_len_tokens"),
-    ("memory", "what is allocated once, at the start", "kv_bytes"),
-    ("limits", "what clients may ask for", "max_queued_requests"),
-    ("keys", "who may ask", "api_keys"),
-    ("operation", "the end of the process, and its log", "shutdown_limit_seconds"),
+    ("adapters", "adapters at the start, and the store", "preload_adapters_dir"),
+    ("answers", "tool calls, thoughts and schemas in answers", "tool_parser"),
+    ("device", "device, dtype, engines, threads", "dtype"),
+    ("steps", "sizes of a step, and how it is launched", "max_model_len_tokens"),
+    ("memory", "memory that is allocated once, at the start", "kv_bytes"),
+    ("limits", "bounds of requests and uploads", "max_queued_requests"),
+    ("keys", "keys, paths, browsers, slow clients", "api_keys"),
+    ("operation", "shutdown, metrics, log", "shutdown_limit_seconds"),
 )
 
 
@@ -40,9 +37,9 @@ def show_help(arguments: argparse.Namespace) -> int:
     wanted = arguments.topic
     if wanted is None:
         print(
-            "Settings of multilora serve by topic; multilora help TOPIC shows one, multilora help SETTING one of them."
+            "Settings of multilora serve by topic. `multilora help TOPIC` and `multilora help SETTING` describe them."
         )
-        print("Of the commands, multilora COMMAND --help tells.\n")
+        print("`multilora COMMAND --help` describes a command.\n")
         for topic, names in topics().items():
             flags = ", ".join(flag_of(name).removeprefix("--") for name in names)
             print(f"  {topic:10} {titles[topic]}\n             {flags}")
@@ -55,34 +52,20 @@ def show_help(arguments: argparse.Namespace) -> int:
         _show([setting])
     else:
         print(
-            f"multilora: {wanted!r} is neither a topic nor a setting; the topics are {', '.join(titles)}. Of "
-            "commands, multilora COMMAND --help tells.",
+            f"multilora: {wanted!r} is neither a topic nor a setting; the topics are {', '.join(titles)}. "
+            "`multilora COMMAND --help` describes a command.",
             file=sys.stderr,
         )
         return 2
     return 0
 
 
-def flag_of(setting: str) -> str:
-    """The flag of `multilora serve`."""
-    return f"--{setting.replace('_', '-')}"
-
-
-def choices_of(setting: str) -> tuple[str, ...]:
-    """The values that a setting can have, if they are few."""
-    annotation = Settings.model_fields[setting].annotation
-    return tuple(map(str, get_args(annotation))) if get_origin(annotation) is Literal else ()
-
-
 def _show(settings: Iterable[str]) -> None:
     for name in settings:
-        field = Settings.model_fields[name]
         print(f"  {flag_of(name)} VALUE, MULTILORA_{name.upper()}")
-        print(f"      {field.description}")
+        print(f"      {Settings.model_fields[name].description}")
         if choices := choices_of(name):
             print(f"      one of: {', '.join(choices)}")
-        default = field.get_default()
-        if default not in (None, ()):
-            shown = default.human_readable() if isinstance(default, ByteSize) else default
-            print(f"      default: {shown}")
+        if default := default_of(name):
+            print(f"      default: {default}")
         print()

@@ -161,21 +161,23 @@ def make_parser() -> argparse.ArgumentParser:
     upload.add_argument("path", type=Path, help="directory that PEFT wrote, or a .tar.gz or .zip of one")
     upload.add_argument("--name", help="name of the adapter; default: the name of the directory or archive")
     upload.add_argument("--note", default="", help="kept in the adapter's history")
-    text = "who may use it; default: as it was, and a new one the server's way"
+    text = "tenants that may use it; default: as before, and the server's default for a new one"
     upload.add_argument("--visibility", choices=("private", "shared", "public"), help=text)
-    upload.add_argument("--shared-with", help="with shared: the tenants, with commas between them")
-    upload.add_argument("--probe", action="store_true", help="refuse what changes no answer, or makes no finite one")
-    text = "leave out the files of its tokenizer: they name tokens that it was not trained with"
+    upload.add_argument("--shared-with", help="tenants, separated by commas, with --visibility shared")
+    upload.add_argument(
+        "--probe", action="store_true", help="refuse an adapter that changes no answer, or yields no finite one"
+    )
+    text = "leave out the files of its tokenizer, which name tokens that it was not trained with"
     upload.add_argument("--without-tokenizer", action="store_true", help=text)
     condition = upload.add_mutually_exclusive_group()
     condition.add_argument("--new", action="store_true", help="refuse if there is an adapter of this name")
     condition.add_argument("--if-version", metavar="VERSION", help="refuse if the adapter is at another version")
     ls = _client_parser(commands, "ls", "list the adapters")
-    ls.add_argument("prefix", nargs="?", help="how their names begin; default: all")
-    ls.add_argument("--rank", type=_positive, help="those of this rank")
-    ls.add_argument("--state", choices=("disk", "host", "device"), help="those whose weights are there")
-    ls.add_argument("--pinned", action="store_true", help="those that are pinned")
-    ls.add_argument("--owner", help="those of this tenant; empty: of nobody")
+    ls.add_argument("prefix", nargs="?", help="first characters of their names; default: all")
+    ls.add_argument("--rank", type=_positive, help="adapters of this rank")
+    ls.add_argument("--state", choices=("disk", "host", "device"), help="adapters whose weights are there")
+    ls.add_argument("--pinned", action="store_true", help="pinned adapters")
+    ls.add_argument("--owner", help="adapters of this tenant; empty: of nobody")
     history = _client_parser(commands, "history", "list the versions of an adapter")
     history.add_argument("name", help="name of the adapter")
     history.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -183,23 +185,23 @@ def make_parser() -> argparse.ArgumentParser:
     rollback.add_argument("name", help="name of the adapter")
     rollback.add_argument("--to", metavar="VERSION", help="number or digest; default: the newest other content")
     rollback.add_argument("--note", default="", help="kept in the adapter's history")
-    pin = _client_parser(commands, "pin", "keep adapters on the device, asked for or not")
-    pin.add_argument("name", nargs="+", help="name of an adapter; what it stands for later is kept too")
-    unpin = _client_parser(commands, "unpin", "keep adapters on the device no longer")
+    pin = _client_parser(commands, "pin", "keep adapters on the device, even without requests")
+    pin.add_argument("name", nargs="+", help="name of an adapter; its later versions are pinned too")
+    unpin = _client_parser(commands, "unpin", "end the pin of adapters")
     unpin.add_argument("name", nargs="+", help="name of an adapter")
     remove = _client_parser(commands, "rm", "delete adapters")
     remove.add_argument("name", nargs="+", help="name of an adapter")
-    text = "look at this machine: is everything there that serving needs, and does it compute the right numbers?"
+    text = "check this machine: packages, device, model, and the numbers that each op computes"
     _add_doctor(commands.add_parser("doctor", help=text, description=text))
-    text = "try all that serving needs on a new kind of host, and write one report of it (at most 30 minutes)"
+    text = "try all that serving needs on a new kind of host, and write one report (at most 30 minutes)"
     _add_first_host(commands.add_parser("first-host", help=text, description=text))
-    _add_bench(_client_parser(commands, "bench", "load a running server for a while and show its speed"))
-    text = "the keys of tenants, in the server's keys file on this machine"
+    _add_bench(_client_parser(commands, "bench", "send requests to a running server and show its speed"))
+    text = "edit the keys of tenants in the server's keys file on this machine"
     _add_keys(commands.add_parser("keys", help=text, description=text))
-    text = "tell of the server's settings"
+    text = "describe the server's settings"
     help_parser = commands.add_parser("help", help=text, description=text)
     help_parser.add_argument("topic", nargs="?", help="a topic or a setting; without one, the list of topics")
-    text = "print what completes this command line in a shell"
+    text = "print the completion script of a shell"
     shell = commands.add_parser("completion", help=text, description=text)
     shell.add_argument("shell", choices=("bash", "zsh"), help='bash: eval "$(multilora completion bash)"')
     return parser
@@ -211,7 +213,7 @@ def _client_parser(commands: Any, name: str, text: str) -> argparse.ArgumentPars
     text = "the server, with or without /v1; also MULTILORA_URL (%(default)s)"
     parser.add_argument("--url", default=url, type=_server_url, help=text)
     key = os.environ.get("MULTILORA_API_KEY")
-    parser.add_argument("--api-key", default=key, help="your key, if the server wants one; also MULTILORA_API_KEY")
+    parser.add_argument("--api-key", default=key, help="your key, where the server needs one; also MULTILORA_API_KEY")
     return parser
 
 
@@ -220,13 +222,15 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--adapter", help="name of an adapter; default: the base")
     parser.add_argument("--system", help="system message")
     parser.add_argument("--temperature", type=_finite, default=0.0, help="0 is greedy (%(default)s)")
-    parser.add_argument("--max-tokens", type=_positive, default=256, help="most tokens of an answer (%(default)s)")
+    parser.add_argument(
+        "--max-tokens", type=_positive, default=256, help="largest number of tokens of the answer (%(default)s)"
+    )
 
 
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--device", help="cpu, cuda, npu, npu:1 ...; default: MULTILORA_DEVICE, else the best there is")
+    parser.add_argument("--device", help="cpu, cuda, npu, npu:1 ...; default: MULTILORA_DEVICE, else the best device")
     parser.add_argument("--model-dir", help="Hugging Face directory of the base model; default: the bundled one")
-    parser.add_argument("--store-dir", help="where uploaded adapters live")
+    parser.add_argument("--store-dir", help="directory of uploaded adapters")
     parser.add_argument("--dtype", help="auto, float32, bfloat16 or float16")
     parser.add_argument("--block-size-tokens", help="tokens per KV block")
     parser.add_argument("--json", action="store_true", help="print JSON, for a bug report, and nothing else")
@@ -234,28 +238,32 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
 
 def _add_first_host(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model-dir", help="Hugging Face directory of the base model; default: MULTILORA_MODEL_DIR")
-    parser.add_argument("--device", help="npu, npu:1, cuda, cpu ...; default: MULTILORA_DEVICE, else the best there is")
+    parser.add_argument("--device", help="npu, npu:1, cuda, cpu ...; default: MULTILORA_DEVICE, else the best device")
     parser.add_argument("--dtype", help="auto, float32, bfloat16 or float16")
-    text = "where report.json and report.html are written (%(default)s)"
+    text = "directory of report.json and report.html (%(default)s)"
     parser.add_argument("--report-dir", type=Path, default=Path("first-host"), help=text)
-    parser.add_argument("--resume", action="store_true", help="go on with the report that is there")
-    parser.add_argument("--minutes", type=_minutes, default=30.0, help="most that all steps take (%(default)s)")
+    parser.add_argument("--resume", action="store_true", help="continue the existing report")
+    parser.add_argument(
+        "--minutes", type=_minutes, default=30.0, help="limit of all steps together, in minutes (%(default)s)"
+    )
 
 
 def _add_keys(parser: argparse.ArgumentParser) -> None:
     path = os.environ.get("MULTILORA_KEYS_FILE")
     _add_keys_file(parser, Path(path) if path else None)
     actions = parser.add_subparsers(dest="action", required=True, metavar="add|list|revoke")
-    text = "make a key and show it, once; the file gets its hash"
+    text = "make a key, print it once and store its hash"
     add = actions.add_parser("add", help=text, description=text)
-    add.add_argument("tenant", help="lower-case letters, digits and '-'; new ones get a table without limits")
-    text = "some of infer, upload, delete and admin, with commas between them (%(default)s)"
+    add.add_argument(
+        "tenant", help="name of the tenant (lower-case letters, digits, '-'); a new one gets a table without limits"
+    )
+    text = "infer, upload, delete, admin, separated by commas (%(default)s)"
     add.add_argument("--scopes", default="infer", help=text)
-    add.add_argument("--note", default="", help="a few words for those who read the list")
-    actions.add_parser("list", help="show the keys, without what they are", description="show the keys")
+    add.add_argument("--note", default="", help="a note for the list")
+    actions.add_parser("list", help="list the keys by id", description="show the keys")
     text = "remove a key; the server refuses it from the next request on"
     revoke = actions.add_parser("revoke", help=text, description=text)
-    revoke.add_argument("id", help="of the list, or how it begins")
+    revoke.add_argument("id", help="id of the list, or its first characters")
     for action in actions.choices.values():
         _add_keys_file(action, argparse.SUPPRESS)  # what stands before the action stays, if nothing stands after it
 

@@ -21,7 +21,7 @@ from service.logs import LOGGER, configure
 from service.machine import OTHER_FILES
 from service.server.gc_tuning import prepare
 from service.server.own_engines import own_engines
-from service.settings import Settings, SettingsError, load_settings
+from service.settings import Settings, SettingsError, default_of, flag_of, load_settings
 from service.start_check import StartError
 
 if TYPE_CHECKING:
@@ -33,6 +33,11 @@ if TYPE_CHECKING:
     from service.cluster.engines import Engines
     from service.engine.ipc.client import EngineClient
 
+# Shown first by --help.
+_COMMON_SETTINGS = (
+    *("host", "port", "model_dir", "model_name", "preload_adapters_dir", "store_dir", "device", "dtype", "replicas"),
+    *("max_model_len_tokens", "max_sequences", "kv_bytes", "adapter_row_bytes", "api_keys", "keys_file"),
+)
 # Environment variables of our prefix that are no settings of the server.
 _OTHER_VARIABLES = {"MULTILORA_URL", "MULTILORA_API_KEY"}
 # Answers that are being written when the last sequence has ended get so long to be sent.
@@ -61,18 +66,21 @@ def serve(flags: Sequence[str]) -> int:
 
 
 def flag_parser() -> argparse.ArgumentParser:
-    """One flag per setting, with the setting's own words."""
+    """One flag per setting, those that most people set first."""
     parser = argparse.ArgumentParser(
         prog="multilora serve",
+        usage="multilora serve [--SETTING VALUE ...]",
         description="Start the server. Each setting is also an environment variable: --kv-bytes is MULTILORA_KV_BYTES. "
-        "Byte sizes take a number or a text such as 512MiB.",
+        "Sizes (-bytes) are numbers or texts such as 512MiB; durations (-seconds) are numbers.",
         allow_abbrev=False,
     )
-    for name, field in Settings.model_fields.items():
-        default = field.get_default()
-        shown = "" if default in (None, ()) else f" (default {default})"
-        text = f"{field.description}{shown}".replace("%", "%%")
-        parser.add_argument(f"--{name.replace('_', '-')}", dest=name, metavar="VALUE", help=text)
+    common = parser.add_argument_group("settings")
+    advanced = parser.add_argument_group("advanced settings")
+    for name in (*_COMMON_SETTINGS, *(name for name in Settings.model_fields if name not in _COMMON_SETTINGS)):
+        default = default_of(name)
+        text = f"{Settings.model_fields[name].description}{f' (default {default})' if default else ''}"
+        group = common if name in _COMMON_SETTINGS else advanced
+        group.add_argument(flag_of(name), dest=name, metavar="VALUE", help=text.replace("%", "%%"))
     return parser
 
 
