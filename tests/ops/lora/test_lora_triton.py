@@ -158,6 +158,7 @@ def test_kernels_equal_float64(
     run(triton_cuda, make_step(case, device=device, pad_to=pad_to), config, overwrite=overwrite)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
     ("in_features", "widths", "dtype"),
     [
@@ -324,6 +325,7 @@ def test_largest_rank(triton_cuda: ModuleType, device: str) -> None:
     run(triton_cuda, make_step(Case(64, (8,), ((256, 250),), (2, 1)), device=device), SMALL[0])
 
 
+@pytest.mark.wide
 def test_largest_step(triton_cuda: ModuleType, device: str) -> None:
     """16,384 tokens in the tiles that the table chooses for them."""
     case = Case(64, (24,), ((16, 8, 20),), (9001, 1, 7380), num_base_tokens=2, dtype=torch.float16)
