@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal
 
 from pydantic import ByteSize, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
@@ -397,27 +397,3 @@ def _sentence(fault: Any) -> str:
     name = str(fault["loc"][0])
     flag = name.lower().removeprefix("multilora_").replace("_", "-")
     return f"Setting --{flag} (MULTILORA_{flag.replace('-', '_').upper()}): {message}."
-
-
-def flag_of(setting: str) -> str:
-    """The flag of `multilora serve`."""
-    return f"--{setting.replace('_', '-')}"
-
-
-def choices_of(setting: str) -> tuple[str, ...]:
-    """The values that a setting can have, if they are few."""
-    annotation = Settings.model_fields[setting].annotation
-    return tuple(map(str, get_args(annotation))) if get_origin(annotation) is Literal else ()
-
-
-def default_of(setting: str) -> str:
-    """The default as text; empty where the description says it."""
-    field = Settings.model_fields[setting]
-    default = None if field.default_factory else field.default  # a factory asks the machine
-    if default in (None, (), "") or (isinstance(default, Path) and default.is_absolute()):
-        return ""
-    if isinstance(default, tuple):
-        return ",".join(map(str, default))
-    if isinstance(default, bool):
-        return str(default).lower()
-    return default.human_readable() if isinstance(default, ByteSize) else str(default)

@@ -48,6 +48,7 @@ def test_the_flags_of_serve(capsys: pytest.CaptureFixture[str]) -> None:
     assert common.count("\n  --") == 15
     assert all(f"--{name} VALUE" in common for name in ("model-dir", "store-dir", "kv-bytes", "api-keys"))
     assert "default 16.0MiB" in advanced
+    assert "--tool-parser {auto,template," in advanced
     assert "Undefined" not in advanced
     assert str(ROOT) not in common
 

@@ -8,9 +8,8 @@ import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from service.cli.help import topics
-from service.server.serve import flag_parser
-from service.settings import Settings, choices_of
+from service.cli.help import choices_of, flag_parser, topics
+from service.settings import Settings
 
 _BASH = """\
 # multilora in bash: eval "$(multilora completion bash)"

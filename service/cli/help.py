@@ -1,13 +1,22 @@
-"""`multilora help`: the settings of the server by topic, in their own words."""
+"""The flags of `multilora serve` from the settings, and `multilora help`, which shows the settings by topic."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal, get_args, get_origin
 
-from service.settings import Settings, choices_of, default_of, flag_of
+from pydantic import ByteSize
 
+from service.settings import Settings
+
+# Shown first by --help.
+_COMMON_SETTINGS = (
+    *("host", "port", "model_dir", "model_name", "preload_adapters_dir", "store_dir", "device", "dtype", "replicas"),
+    *("max_model_len_tokens", "max_sequences", "kv_bytes", "adapter_row_bytes", "api_keys", "keys_file"),
+)
 # Name, title, first setting. A topic goes on, in the order of `Settings`, up to the first setting of the next one.
 _TOPICS = (
     ("network", "the server's address", "host"),
@@ -29,6 +38,26 @@ def topics() -> dict[str, tuple[str, ...]]:
     starts = [names.index(first) for _, _, first in _TOPICS]
     ends = [*starts[1:], len(names)]
     return {topic: tuple(names[at:end]) for (topic, _, _), at, end in zip(_TOPICS, starts, ends, strict=True)}
+
+
+def flag_parser() -> argparse.ArgumentParser:
+    """One flag per setting, those that most people set first."""
+    parser = argparse.ArgumentParser(
+        prog="multilora serve",
+        usage="multilora serve [--SETTING VALUE ...]",
+        description="Start the server. Each setting is also an environment variable: --kv-bytes is MULTILORA_KV_BYTES. "
+        "Sizes (-bytes) are numbers or texts such as 512MiB; durations (-seconds) are numbers.",
+        allow_abbrev=False,
+    )
+    common = parser.add_argument_group("settings")
+    advanced = parser.add_argument_group("advanced settings")
+    for name in (*_COMMON_SETTINGS, *(name for name in Settings.model_fields if name not in _COMMON_SETTINGS)):
+        default = default_of(name)
+        text = f"{Settings.model_fields[name].description}{f' (default {default})' if default else ''}"
+        group = common if name in _COMMON_SETTINGS else advanced
+        values = f"{{{','.join(choices)}}}" if (choices := choices_of(name)) else "VALUE"
+        group.add_argument(flag_of(name), dest=name, metavar=values, help=text.replace("%", "%%"))
+    return parser
 
 
 def show_help(arguments: argparse.Namespace) -> int:
@@ -58,6 +87,30 @@ def show_help(arguments: argparse.Namespace) -> int:
         )
         return 2
     return 0
+
+
+def flag_of(setting: str) -> str:
+    """The flag of `multilora serve`."""
+    return f"--{setting.replace('_', '-')}"
+
+
+def choices_of(setting: str) -> tuple[str, ...]:
+    """The values that a setting can have, if they are few."""
+    annotation = Settings.model_fields[setting].annotation
+    return tuple(map(str, get_args(annotation))) if get_origin(annotation) is Literal else ()
+
+
+def default_of(setting: str) -> str:
+    """The default as text; empty where the description says it."""
+    field = Settings.model_fields[setting]
+    default = None if field.default_factory else field.default  # a factory asks the machine
+    if default in (None, (), "") or (isinstance(default, Path) and default.is_absolute()):
+        return ""
+    if isinstance(default, tuple):
+        return ",".join(map(str, default))
+    if isinstance(default, bool):
+        return str(default).lower()
+    return default.human_readable() if isinstance(default, ByteSize) else str(default)
 
 
 def _show(settings: Iterable[str]) -> None:

@@ -5,7 +5,6 @@ Imports at the top are light: the engine process, whose start takes longest, is 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import importlib
 import os
@@ -17,11 +16,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+from service.cli.help import flag_parser
 from service.logs import LOGGER, configure
 from service.machine import OTHER_FILES
 from service.server.gc_tuning import prepare
 from service.server.own_engines import own_engines
-from service.settings import Settings, SettingsError, default_of, flag_of, load_settings
+from service.settings import Settings, SettingsError, load_settings
 from service.start_check import StartError
 
 if TYPE_CHECKING:
@@ -33,11 +33,6 @@ if TYPE_CHECKING:
     from service.cluster.engines import Engines
     from service.engine.ipc.client import EngineClient
 
-# Shown first by --help.
-_COMMON_SETTINGS = (
-    *("host", "port", "model_dir", "model_name", "preload_adapters_dir", "store_dir", "device", "dtype", "replicas"),
-    *("max_model_len_tokens", "max_sequences", "kv_bytes", "adapter_row_bytes", "api_keys", "keys_file"),
-)
 # Environment variables of our prefix that are no settings of the server.
 _OTHER_VARIABLES = {"MULTILORA_URL", "MULTILORA_API_KEY"}
 # Answers that are being written when the last sequence has ended get so long to be sent.
@@ -63,25 +58,6 @@ def serve(flags: Sequence[str]) -> int:
             raise
         print(f"multilora: {error}", file=sys.stderr)
         return 1
-
-
-def flag_parser() -> argparse.ArgumentParser:
-    """One flag per setting, those that most people set first."""
-    parser = argparse.ArgumentParser(
-        prog="multilora serve",
-        usage="multilora serve [--SETTING VALUE ...]",
-        description="Start the server. Each setting is also an environment variable: --kv-bytes is MULTILORA_KV_BYTES. "
-        "Sizes (-bytes) are numbers or texts such as 512MiB; durations (-seconds) are numbers.",
-        allow_abbrev=False,
-    )
-    common = parser.add_argument_group("settings")
-    advanced = parser.add_argument_group("advanced settings")
-    for name in (*_COMMON_SETTINGS, *(name for name in Settings.model_fields if name not in _COMMON_SETTINGS)):
-        default = default_of(name)
-        text = f"{Settings.model_fields[name].description}{f' (default {default})' if default else ''}"
-        group = common if name in _COMMON_SETTINGS else advanced
-        group.add_argument(flag_of(name), dest=name, metavar="VALUE", help=text.replace("%", "%%"))
-    return parser
 
 
 def _is_for_operator(error: ValueError) -> bool:

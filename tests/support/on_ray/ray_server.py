@@ -40,7 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     """The exit code."""
     if importlib.util.find_spec("ray") is None:
         _go_on_where_ray_is(arguments)
-    from service.server.serve import flag_parser
+    from service.cli.help import flag_parser
 
     given = vars(flag_parser().parse_args(arguments[1:]))
     settings = {name: value for name, value in given.items() if value is not None}
