@@ -64,7 +64,7 @@ IMPLEMENTATIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "lora_window": ("triton_ascend", "reference"),
         "causal_conv1d": ("triton_ascend", "any_device", "reference"),
         "gated_delta": ("triton_ascend", "triton_ascend_vector", "any_device", "reference"),
-        "experts": ("any_device", "reference"),
+        "experts": ("npu", "any_device", "reference"),
         "paged_attention": ("npu_heads_first", "npu", "gathered", "reference"),
         "linear": ("reference",),
         "sampling": ("any_device", "reference"),

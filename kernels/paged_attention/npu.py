@@ -36,6 +36,8 @@ _MAX_TOKEN_ELEMENTS = 65_535
 _CAUSAL, _BAND = 3, 4
 _MASK_SIZE = 2048
 _ALL_TOKENS = 2**31 - 1
+# No result of arithmetic is likely to be this, in both formats of 16 bits.
+_MARK = -12_345.0
 
 
 def refuses(shapes: ProbeShapes) -> str | None:
@@ -172,12 +174,29 @@ class CallMemory:
         self._num_elements: dict[tuple[object, ...], int] = {}
         # The last is the largest; captured calls may write to those before. Each is twice the one before at least.
         self._workspaces: list[torch.Tensor] = []
+        self._marked: list[tuple[int, torch.Tensor]] | None = None
+
+    def watch(self) -> None:
+        """Give each call from now on a workspace of its own, with as much marked memory behind it: for `written`."""
+        self._marked = []
+
+    def written(self) -> list[tuple[int, int]]:
+        """Of each call since `watch`: elements that its workspace has, and elements up to the last one that it wrote.
+        A call that writes behind its workspace would overwrite other tensors. Ends the watch."""
+        marked, self._marked = self._marked or [], None
+        is_written = [(num, memory != memory.new_tensor(_MARK)) for num, memory in marked]
+        return [(num, 1 + max(here.nonzero().flatten().tolist(), default=-1)) for num, here in is_written]
 
     def workspace(self, call: _Call) -> torch.Tensor:
         """One that is large enough for any lengths in tensors of these shapes: torch_npu does not look at its size.
 
         A step of new sizes asks the operator once, for all layers.
         """
+        if self._marked is not None:
+            num_elements = _largest_workspace(call).numel()
+            memory = torch.full((2 * num_elements,), _MARK, dtype=self.lse.dtype, device=self.lse.device)
+            self._marked.append((num_elements, memory))
+            return memory[:num_elements]
         key = call.q.shape, call.keys.shape, call.maps.block_table.shape, call.kv_heads, call.sparse_mode
         num_elements = self._num_elements.get(key)
         if num_elements is None:

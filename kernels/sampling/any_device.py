@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional
 
 from kernels.contract import Contract
+from kernels.platform import in_use
 from kernels.sampling.common import edit, model_logprobs, rows_to_sample
 from kernels.sampling.maps import SamplingMaps
 from kernels.sampling.penalty_state import DenseState, PenaltyState
@@ -42,7 +43,10 @@ def largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     part_values, columns = logits.view(len(logits), num_parts, -1).max(dim=-1)
     values, part = part_values.max(dim=-1)
     columns = columns.gather(1, part[:, None])[:, 0] + part * (logits.shape[1] // num_parts)
-    return values, torch.where(values.isfinite(), columns, -1)
+    is_known = values.isfinite()
+    if in_use(logits.device).device == "npu":  # whose maximum of values with NaN among them is not documented to be NaN
+        is_known &= ~logits.sum(dim=-1, dtype=torch.float32).isnan()
+    return values, torch.where(is_known, columns, -1)
 
 
 def sample(

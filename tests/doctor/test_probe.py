@@ -213,6 +213,11 @@ def no_random_number_in_a_nucleus(logits: Any, maps: Any, state: Any) -> Any:
     return sampling.sample(logits, maps, state)
 
 
+def nan_passed_over(logits: Any, maps: Any, state: Any) -> Any:
+    """Takes the largest of the others, as a device's maximum may."""
+    return sampling.sample(logits.nan_to_num(nan=-torch.inf), maps, state)
+
+
 WRONG: list[tuple[str, str, Callable[..., Any]]] = [
     ("paged_attention", "paged_attention", a_key_too_few),
     ("paged_attention", "paged_attention_window", a_window_too_wide),
@@ -233,6 +238,7 @@ WRONG: list[tuple[str, str, Callable[..., Any]]] = [
     ("sampling", "sample", another_token),
     ("sampling", "sample", a_token_counted_twice),
     ("sampling", "sample_top_p", no_random_number_in_a_nucleus),
+    ("sampling", "sample", nan_passed_over),
 ]
 
 

@@ -13,6 +13,7 @@ from adapters.non_lora_plan import plan_side
 from kernels.sampling.penalty_state import DenseState
 from service.engine.ipc.config import EngineOptions
 from service.engine.startup.budgets import GIB, MIB, Budgets, ModelSizes, decide_budgets, sentences
+from service.engine.startup.build import settled
 from service.models.errors import ModelError
 
 # Llama 3.1 8B in bfloat16: 32 layers, 8 heads of 128 for keys and values, hidden 4096, intermediate 14336.
@@ -217,3 +218,15 @@ def test_the_start_says_what_it_chose_and_what_would_change_it() -> None:
     )
     all_given = options(token_budget=8, max_sequences=8, block_size_tokens=16, kv_bytes=MIB, row_bytes=0)
     assert len(sentences(all_given, decide_budgets(all_given, TINY, "cpu", GIB), TINY, "cpu", GIB)) == 2
+
+
+@pytest.mark.parametrize(
+    ("reads", "num_waits", "found"),
+    [([5, 5, 5], 2, 5), ([5, 4, 6, 6, 6], 4, 6), ([5, 7, 6, 6], 3, 6), ([*range(50)], 40, 40)],
+    ids=["at rest", "given back late", "taken by others", "never at rest"],
+)
+def test_free_memory_is_read_when_the_probe_s_is_given_back(reads: list[int], num_waits: int, found: int) -> None:
+    waits: list[float] = []
+    values = iter(reads)
+    assert settled(lambda: next(values), waits.append) == found
+    assert len(waits) == num_waits and sum(waits) <= 2.01

@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from kernels.platform import detect, installed
 from kernels.sampling import any_device, ops, parameter_rows, parameters
 from kernels.sampling.asked import GivenRow, RowSampling, ask, mask_of
 from kernels.sampling.maps import SamplingMaps
@@ -612,3 +614,24 @@ def call(logits: torch.Tensor, **changed: Any) -> object:
 def test_wrong_arguments_are_named(wrong: Callable[[], object], message: str) -> None:
     with pytest.raises(AssertionError, match=message):
         wrong()
+
+
+class _MaximumOverNumbers(TorchDispatchMode):
+    """A device whose maximum of a row with NaN is that of the others."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.max.dim:
+            args = (torch.where(args[0].isnan(), -torch.inf, args[0]), *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_row_with_nan_has_no_token_on_an_npu_whose_maximum_passes_over_it(dtype: torch.dtype) -> None:
+    logits = hashed_logits(6, seed=3).to(dtype)
+    logits[1, VOCAB // 2] = torch.nan
+    logits[2, 3], logits[3, :] = torch.inf, -torch.inf
+    logits[4, 5:] = -torch.inf
+    expected = any_device.largest(logits)[1]
+    assert (expected < 0).tolist() == [False, True, True, True, False, False]
+    with installed(replace(detect("cpu"), device="npu"), "cpu"), _MaximumOverNumbers():
+        assert any_device.largest(logits)[1].tolist() == expected.tolist()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -46,6 +47,8 @@ log = logging.getLogger(__name__)
 
 # What captured steps are expected to take until it is measured: when rows are sized.
 GRAPH_BYTES = 2 << 30
+# Of free memory that an ended process gives back.
+_READ_INTERVAL_SECONDS, _SETTLED_READS, _MAX_READS = 0.05, 2, 40
 # To bring an adapter from disk to the device, in times of bringing it from host memory. Not measured on a GPU: an NVMe
 # disk gives 5 GB/s or so, pinned memory ten times that.
 COST_OF_READING = 10.0
@@ -84,7 +87,7 @@ def build_engine(
         return loaded, adapters or _host_tier(expected, loaded)
 
     (platform, reports), (loaded, host) = _probe_and_load(device, shapes_to_probe(expected), probing, load)
-    config, reasons = decide(options, device, free_bytes=free_bytes)
+    config, reasons = decide(options, device, free_bytes=partial(_free_behind_the_probe, free_bytes))
     rows: RowPool | None = None
     if config.row_bytes > 0:
         rows = RowPool(
@@ -195,6 +198,25 @@ def _graph_bytes(trial: ModelRunner, rows: RowPool | None, config: EngineConfig,
     """That captured steps will take; what they compile, the engine finds."""
     warm_up_ahead(lambda: trial.warm_up(config), config.device.partition(":")[0])
     return measure_graphs(trial, rows, config, free_bytes)
+
+
+def _free_behind_the_probe(free_bytes: Callable[[str], int], device: str) -> int:
+    """An NPU's driver may take back late what the probe's process has held, hundreds of MB of its context."""
+    read = partial(free_bytes, device)
+    return settled(read) if device.partition(":")[0] == "npu" else read()
+
+
+def settled(read: Callable[[], int], wait: Callable[[float], None] = time.sleep) -> int:
+    """What `read` says when it has not grown for two reads, or after two seconds."""
+    most, num_same = read(), 0
+    for _ in range(_MAX_READS):
+        wait(_READ_INTERVAL_SECONDS)
+        now = read()
+        num_same = num_same + 1 if now <= most else 0
+        most = max(most, now)
+        if num_same == _SETTLED_READS:
+            break
+    return now
 
 
 def free_memory_bytes(device: str) -> int:

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from adapters.isolation.child_process import child_environment
-from kernels.platform import IMPLEMENTATIONS, detect, in_use, installed, prepare
+from kernels.attention_maps import AttentionMaps
+from kernels.platform import IMPLEMENTATIONS, MAX_CACHE_ELEMENTS, detect, in_use, installed, prepare
 from kernels.probe import run as probing
 from kernels.probe.cases.lora import race_cases
 from kernels.probe.cases.registry import Case, cases_of
@@ -153,8 +154,11 @@ def _same_bits(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
 
 
 def attention(host: StepHost) -> None:
-    """Every implementation of attention that this kind of device has, at the model's heads and at others."""
+    """Every implementation of attention that this kind of device has, at the model's heads and at others; what fused
+    attention writes to its workspaces."""
     platform, shapes = _served(host)
+    if platform.implementations["paged_attention"] in MAX_CACHE_ELEMENTS:
+        compare_workspaces(host, platform, shapes)
     device = torch.device(host.device)
     dims = dict.fromkeys((shapes.head_dim, *_HEAD_DIMS))
     rows: list[dict[str, Any]] = []
@@ -170,6 +174,58 @@ def attention(host: StepHost) -> None:
                 if trial.status not in ("ok", "refused"):
                     level: Level = "warning" if head_dim == shapes.head_dim else "note"
                     host.find(level, "attention-case", f"Heads of {head_dim}: {trial.sentence}")
+
+
+# Sequences of a decode step, and the blocks of each.
+_WORKSPACE_STEPS = ((1, 64), (8, 8), (64, 1))
+
+
+def compare_workspaces(host: StepHost, platform: Platform, shapes: ProbeShapes) -> None:
+    """Whether decode steps write within the workspace that fused attention names for them: it does not look at the
+    size of what it is given, and would overwrite other tensors."""
+    from kernels.paged_attention import ops
+    from kernels.paged_attention.cache_layout import made
+    from kernels.paged_attention.npu import call_memory
+
+    device, dtype, block_size = torch.device(host.device), shapes.torch_dtype, shapes.block_size
+    host.tell("attention: what decode steps write to their workspaces")
+    num_blocks = 1 + max(num * blocks for num, blocks in _WORKSPACE_STEPS)
+    cache_shape = (num_blocks, block_size, shapes.num_kv_heads, shapes.head_dim)
+    memory, rows = call_memory(device, dtype), []
+    with installed(platform, device.type), torch.inference_mode():
+        new_zeros = torch.zeros((), dtype=dtype, device=device).new_zeros
+        k_cache, v_cache = (made(new_zeros, cache_shape, heads_first=platform.kv_heads_first) for _ in range(2))
+        for num, blocks in _WORKSPACE_STEPS:
+            memory.watch()
+            for is_ragged in (False, True):
+                maps = _decode_maps(num, blocks, block_size, is_ragged, device)
+                q = torch.randn(num, shapes.num_heads, shapes.head_dim).to(device, dtype)
+                ops.paged_attention(q, k_cache, v_cache, maps, scale=0.1, sliding_window=None, out=torch.empty_like(q))
+            for num_elements, num_written in memory.written():
+                rows.append({"sequences": num, "tokens": blocks * block_size, "elements": num_elements,
+                             "written": num_written})  # fmt: skip
+                if num_written > num_elements:
+                    host.find("error", "attention-workspace", f"A decode step of {num} sequences wrote {num_written} "
+                              f"elements of fused attention's workspace of {num_elements}, over other tensors.",
+                              "Report it; do not serve on this host.")  # fmt: skip
+    host.facts(workspaces=rows)
+
+
+def _decode_maps(num: int, blocks: int, block_size: int, is_ragged: bool, device: torch.device) -> AttentionMaps:
+    """One token of each sequence, of as many tokens as its blocks hold, or of fewer by one more for each next."""
+    lengths = tuple(blocks * block_size - (index % block_size if is_ragged else 0) for index in range(num))
+    tables = tuple(tuple(range(1 + index * blocks, 1 + (index + 1) * blocks)) for index in range(num))
+    slots = [table[-1] * block_size + (length - 1) % block_size for table, length in zip(tables, lengths, strict=True)]
+    return AttentionMaps(
+        query_starts=tuple(range(num + 1)),
+        kv_lens=lengths,
+        block_tables=tables,
+        query_start_loc=torch.arange(num + 1, dtype=torch.int32).to(device),
+        kv_lens_device=torch.tensor(lengths, dtype=torch.int32).to(device),
+        block_table=torch.tensor(tables, dtype=torch.int32).to(device),
+        slot_mapping=torch.tensor(slots).to(device),
+        is_decode=True,
+    )
 
 
 def _served(host: StepHost) -> tuple[Platform, ProbeShapes]:

@@ -20,6 +20,7 @@ from tests.ascend.twin.stand_ins.calls import Call, Patched
 EQUIVALENT = {
     "npu_scatter_pa_kv_cache: slot_mapping: dtype int32": "slots are int32 or int64",
     "npu_add_rms_norm: arguments 0 and 1 exchanged": "a sum does not depend on the order of its two summands",
+    "npu_grouped_matmul: split_item: value": "2 and 3 both give one result",
     "npu_fused_infer_attention_score: results exchanged": "they are the places that were given, and nobody takes them",
     **{
         f"_npu_fused_infer_attention_score_get_max_workspace: {lengths}: value {which}": "it is for any lengths"

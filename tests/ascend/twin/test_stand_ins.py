@@ -84,6 +84,30 @@ def gate() -> Arguments:
     return {"input": torch.ones(3, 8), "dim": -1}
 
 
+def routing() -> Arguments:
+    return {
+        "x": torch.ones(3, 8),
+        "expert_idx": torch.tensor([[1, 0], [0, 3], [3, 1]], dtype=torch.int32),
+        "active_num": 6,
+        "expert_num": 4,
+        "expert_tokens_num_type": 1,
+        "expert_tokens_num_flag": True,
+        "active_expert_range": [0, 4],
+        "quant_mode": -1,
+    }
+
+
+def groups() -> Arguments:
+    return {
+        "x": [torch.ones(6, 8)],
+        "weight": [torch.ones(4, 5, 8).transpose(1, 2)],
+        "group_list": torch.tensor([2, 2, 0, 2]),
+        "split_item": 2,
+        "group_type": 0,
+        "group_list_type": 1,
+    }
+
+
 CALLS: dict[str, Callable[[], Arguments]] = {
     "npu_fused_infer_attention_score": attention_to_out,
     "_npu_fused_infer_attention_score_get_max_workspace": attention,
@@ -92,7 +116,10 @@ CALLS: dict[str, Callable[[], Arguments]] = {
     "npu_add_rms_norm": norm_of_sum,
     "npu_rotary_mul": rotation,
     "npu_swiglu": gate,
+    "npu_moe_init_routing_v2": routing,
+    "npu_grouped_matmul": groups,
 }
+ROUTING, GROUPED = "npu_moe_init_routing_v2", "npu_grouped_matmul"
 FIA, SCATTER = "npu_fused_infer_attention_score", "npu_scatter_pa_kv_cache"
 WORKSPACE = "_npu_fused_infer_attention_score_get_max_workspace"
 RMS, ADD_RMS, ROTARY, SWIGLU = "npu_rms_norm", "npu_add_rms_norm", "npu_rotary_mul", "npu_swiglu"
@@ -189,6 +216,31 @@ REFUSED: list[tuple[str, str, Callable[[Arguments], Arguments]]] = [
     (ROTARY, "not empty", given(input=torch.ones(0, 5, 8), r1=torch.ones(0, 1, 8), r2=torch.ones(0, 1, 8))),
     (SWIGLU, "not empty", given(input=torch.ones(0, 8))),
     (SWIGLU, "halves are equal", given(dim=0)),
+    (ROUTING, "not used", given(scale=torch.ones(3))),
+    (ROUTING, "x is a matrix", lambda good: {"x": good["x"].long()}),
+    (ROUTING, "int32", lambda good: {"expert_idx": good["expert_idx"].long()}),
+    (ROUTING, "one row per token", lambda good: {"expert_idx": good["expert_idx"][:2]}),
+    (ROUTING, "is positive", given(expert_num=-1)),
+    (ROUTING, "below expert_num", given(expert_num=3)),
+    (ROUTING, "all pairs", given(active_num=5)),
+    (ROUTING, "nothing is dropped", given(drop_pad_mode=1)),
+    (ROUTING, "tokens are counted", given(expert_tokens_num_type=0)),
+    (ROUTING, "nothing is quantised", given(quant_mode=1)),
+    (ROUTING, "of all experts", given(active_expert_range=[1, 4])),
+    (ROUTING, "for gathering", given(row_idx_type=1)),
+    (GROUPED, "not used", given(bias=[torch.ones(4, 5)])),
+    (GROUPED, "one x", given(split_item=0)),
+    (GROUPED, "weight three", given(weight=[torch.ones(8, 5)])),
+    (GROUPED, "x is not transposed", given(x=[torch.ones(8, 6).t()])),
+    (GROUPED, "or transposed", given(weight=[torch.ones(4, 5, 16).transpose(1, 2)[:, ::2]])),
+    (GROUPED, "one dtype", given(x=[torch.ones(6, 8).half()])),
+    (GROUPED, "fits the weights", given(x=[torch.ones(6, 7)])),
+    (GROUPED, "below 65536", given(weight=[torch.ones(4, 8, 65_536)])),
+    (GROUPED, "not activated", given(group_type=-1)),
+    (GROUPED, "int64", lambda good: {"group_list": good["group_list"].int()}),
+    (GROUPED, "one number per group", given(group_list=torch.tensor([2, 4]))),
+    (GROUPED, "all rows", given(group_list=torch.tensor([2, 2, 0, 1]))),
+    (GROUPED, "do not fall", given(group_list=torch.tensor([2, 5, 3, 6]), group_list_type=0)),
 ]  # fmt: skip
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import io
+import json
 import weakref
 from typing import Any
 
@@ -15,6 +17,10 @@ from kernels.paged_attention import npu
 from kernels.paged_attention.ops import paged_attention
 from tests.ascend.twin.stand_ins import stand_ins
 from tests.ascend.twin.stand_ins.checks import HEAD_DIM, KV_HEADS, NUM_BLOCKS, NUM_HEADS, attention_maps, laid_out
+from kernels.platform import in_use
+from kernels.shapes import ProbeShapes
+from service.first_host.steps.kernel_steps import compare_workspaces
+from service.first_host.steps.step_process import StepHost
 
 WORKSPACE = "_npu_fused_infer_attention_score_get_max_workspace"
 DTYPE = torch.float16
@@ -81,6 +87,30 @@ def test_steps_with_prompts_leave_the_workspace_to_the_allocator() -> None:
     before = stand_ins.num_calls[WORKSPACE]
     attend(attention_maps(((1, 40), (5, 131))))
     assert stand_ins.num_calls[WORKSPACE] == before and not stand_ins.writes
+
+
+def compared() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """What the first host's step says: workspaces, and faults."""
+    said = io.StringIO()
+    shapes = ProbeShapes(dtype="float16", num_heads=NUM_HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, block_size=128)
+    compare_workspaces(StepHost("cpu", {}, 60.0, said), in_use(CACHE.device), shapes)
+    words = [json.loads(line) for line in said.getvalue().splitlines()]
+    return words[-1]["facts"]["workspaces"], [word["fault"] for word in words if "fault" in word]
+
+
+def test_the_first_host_sees_what_calls_write_behind_a_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, faults = compared()
+    assert [row["sequences"] for row in rows] == [1, 1, 8, 8, 64, 64] and not faults
+    assert all(0 < row["written"] <= row["elements"] for row in rows)
+    attend(decode(2))
+    first, _ = written()
+    attend(decode(2))
+    assert written()[0] is first, "the watch has ended"
+    largest = {row["sequences"]: row["elements"] for row in rows}
+    monkeypatch.setattr(stand_ins, "workspace_of_call", lambda query, *_: largest[len(query)] + (len(query) == 8))
+    rows, faults = compared()
+    assert [row["written"] - row["elements"] for row in rows] == [0, 0, 1, 1, 0, 0]
+    assert [(fault["level"], fault["code"]) for fault in faults] == [("error", "attention-workspace")] * 2
 
 
 class _Operators(TorchDispatchMode):

@@ -150,7 +150,7 @@ SERVED = {
     "lora_window": "triton_ascend",
     "causal_conv1d": "triton_ascend",
     "gated_delta": "triton_ascend",
-    "experts": "any_device",
+    "experts": "npu",
     "paged_attention": "npu_heads_first",
     "linear": "reference",
     "sampling": "any_device",

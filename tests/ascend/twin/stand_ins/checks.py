@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 
 from kernels.attention_maps import AttentionMaps
+from kernels.experts.ops import experts, pack_experts
 from kernels.paged_attention import npu
 from kernels.paged_attention import reference as attention_reference
 from kernels.paged_attention.cache_layout import made
@@ -142,6 +143,25 @@ def gate(dtype: torch.dtype) -> None:
     assert_close(swiglu(gate_up), first * first.sigmoid() * second, dtype)
 
 
+def choose_experts(dtype: torch.dtype) -> None:
+    """Experts with no token, one and several; a row of padding harms no other."""
+    random = _Random(dtype)
+    num_experts, hidden, size = 5, 48, 32
+    gate_up, down = random(num_experts, 2 * size, hidden) / 4, random(num_experts, hidden, size) / 4
+    x, weights = random(6, hidden), random(6, 2).abs()
+    x[4] = torch.nan
+    chosen = torch.tensor([[4, 1], [1, 0], [1, 4], [0, 1], [3, 1], [4, 0]])
+    expected = torch.zeros(6, hidden, dtype=torch.float64)
+    for token, (row, factors) in enumerate(zip(chosen.tolist(), weights.double(), strict=True)):
+        for expert, factor in zip(row, factors, strict=True):
+            gate, up = (gate_up[expert].double() @ x[token].double()).chunk(2)
+            expected[token] += factor * (down[expert].double() @ (gate * gate.sigmoid() * up))
+    packed = pack_experts(gate_up, down)
+    assert packed.implementation == "npu"
+    real = [0, 1, 2, 3, 5]
+    assert_close(experts(x, chosen, weights, packed)[real], expected[real], dtype)
+
+
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
     """Within the table of tolerances, relative to the size of the expected values; `actual` is in `dtype`."""
     assert actual.dtype == dtype, f"{actual.dtype} instead of {dtype}"
@@ -168,6 +188,7 @@ CHECKS: dict[str, Callable[[], None]] = {
         (rotate_and_write, "normed", (True,)),
         (rotate_and_write, "head by head", (False, True)),
         (gate, "", ()),
+        (choose_experts, "", ()),
     )
     for dtype in HALVES
 }

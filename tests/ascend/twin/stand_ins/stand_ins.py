@@ -58,7 +58,9 @@ def fused_infer_attention_score(
         rule(needed is not None, "the workspace's size was asked for with these very arguments")
         assert needed is not None
         rule(workspace.numel() >= needed, f"the workspace has {needed} elements, not {workspace.numel()}")
-        workspace.fill_(torch.nan)
+        asked = workspace_of_call(query, arguments["actual_seq_lengths_kv"], arguments["block_size"])
+        # What a device does that is asked for less than a call writes: it writes all the same.
+        workspace.as_strided((max(needed, asked),), (1,)).fill_(torch.nan)
         writes.append((workspace, lse))
     lse.fill_(torch.nan)
     attention_out.copy_(attend(query, key, value, **arguments))
@@ -72,6 +74,11 @@ def largest_workspace(query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
     num_elements = 32 * query.numel() + 8 * arguments["block_table"].numel()
     asked_workspaces[_workspace_key(query, key, value, **arguments)] = num_elements
     return query.new_full((num_elements,), torch.nan)
+
+
+def workspace_of_call(query: torch.Tensor, kv_lens: Sequence[int], block_size: int) -> int:
+    """Elements that a call of these lengths writes, which should be no more than `largest_workspace` has."""
+    return 32 * query.numel() + sum(-(-length // block_size) for length in kv_lens)
 
 
 # Elements by `_workspace_key`, and what calls with a workspace wrote to beside their result, in order.
@@ -357,6 +364,82 @@ def swiglu(input: torch.Tensor, dim: int = -1) -> torch.Tensor:
     return (torch.nn.functional.silu(gate) * up).to(input.dtype)
 
 
+def moe_init_routing_v2(
+    x: torch.Tensor,
+    expert_idx: torch.Tensor,
+    *,
+    active_num: int = -1,
+    expert_num: int = -1,
+    drop_pad_mode: int = 0,
+    expert_tokens_num_type: int = 0,
+    expert_tokens_num_flag: bool = False,
+    quant_mode: int = -1,
+    active_expert_range: Sequence[int] = (),
+    row_idx_type: int = 0,
+    **others: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows of x by expert, tokens of one expert in their order: (x of each pair; of each pair, token by token, its row
+    there; number of rows of each expert; scales, which are undefined without quantisation).
+
+    expert_idx  int32 [tokens, K]
+    """
+    unused = sorted(name for name, value in others.items() if isinstance(value, torch.Tensor))
+    rule(not unused, f"not used by this service: {unused}")
+    rule(x.dim() == 2 and x.dtype in FLOATS, "x is a matrix of float16, bfloat16 or float32")
+    rule(expert_idx.dtype == torch.int32, "expert_idx is int32")
+    rule(expert_idx.dim() == 2 and len(expert_idx) == len(x), "expert_idx has one row per token")
+    rule(0 < expert_num <= 10240, "expert_num is positive, 10240 at most")
+    rule(bool(((expert_idx >= 0) & (expert_idx < expert_num)).all()), "experts lie below expert_num")
+    rule(active_num in (-1, 0, expert_idx.numel()), "all pairs are worked on")
+    rule(drop_pad_mode == 0, "nothing is dropped: drop_pad_mode is 0")
+    rule(expert_tokens_num_type == 1 and expert_tokens_num_flag, "tokens are counted: type 1, with the flag")
+    rule(quant_mode == -1, "nothing is quantised: quant_mode is -1")
+    rule([*active_expert_range] == [0, expert_num], "active_expert_range is that of all experts")
+    rule(row_idx_type == 0, "row indices are for gathering: row_idx_type is 0")
+    order = expert_idx.flatten().argsort(stable=True)
+    places = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
+    counts = expert_idx.flatten().bincount(minlength=expert_num)
+    undefined = torch.full((len(order),), torch.nan)
+    return x[order // expert_idx.shape[1]], places.int(), counts, undefined
+
+
+def grouped_matmul(
+    x: Sequence[torch.Tensor],
+    weight: Sequence[torch.Tensor],
+    *,
+    group_list: torch.Tensor | None = None,
+    split_item: int | None = 0,
+    group_type: int | None = None,
+    group_list_type: int | None = 0,
+    act_type: int | None = 0,
+    **others: Any,
+) -> list[torch.Tensor]:
+    """Rows of one x, group after group, by the weights of their group: one result.
+
+    weight  one tensor [groups, K, N], or a transposed view of [groups, N, K]
+    """
+    rule(not any(value is not None for value in others.values()), f"not used by this service: {sorted(others)}")
+    rule(len(x) == len(weight) == 1 and split_item in (2, 3), "one x, one weight, one result: split_item is 2 or 3")
+    (rows,), (weights,) = x, weight
+    rule(rows.dim() == 2 and weights.dim() == 3, "x has two dimensions, weight three")
+    rule(rows.is_contiguous(), "x is not transposed")
+    rule(weights.is_contiguous() or weights.mT.is_contiguous(), "weights lie in order, or transposed")
+    rule(rows.dtype == weights.dtype and rows.dtype in FLOATS, "x and weight have one dtype")
+    rule(rows.shape[1] == weights.shape[1], "x fits the weights")
+    rule(max(rows.shape[1], weights.shape[2]) < 65536, "last dimensions are below 65536")
+    rule(group_type == 0 and act_type == 0, "rows are in groups, and not activated")
+    rule(group_list is not None and group_list.dtype == torch.int64, "group_list is an int64 tensor")
+    assert group_list is not None
+    rule(group_list.shape == weights.shape[:1] and len(group_list) <= 1024, "one number per group, 1024 at most")
+    sums = group_list if group_list_type == 0 else group_list.cumsum(0)
+    rule(group_list_type in (0, 1) and bool((group_list >= 0).all()), "numbers of rows, or their running sum")
+    rule(int(sums[-1]) == len(rows), "the groups have all rows")
+    rule(bool((sums.diff() >= 0).all()), "running sums do not fall")
+    ends = [0, *sums.tolist()]
+    parts = [rows[a:b].float() @ weights[i].float() for i, (a, b) in enumerate(itertools.pairwise(ends))]
+    return [torch.cat(parts).to(rows.dtype)]
+
+
 STAND_INS: dict[str, Callable[..., Any]] = {
     "npu_fused_infer_attention_score": fused_infer_attention_score,
     "_npu_fused_infer_attention_score_get_max_workspace": largest_workspace,
@@ -365,6 +448,8 @@ STAND_INS: dict[str, Callable[..., Any]] = {
     "npu_add_rms_norm": add_rms_norm,
     "npu_rotary_mul": rotary_mul,
     "npu_swiglu": swiglu,
+    "npu_moe_init_routing_v2": moe_init_routing_v2,
+    "npu_grouped_matmul": grouped_matmul,
 }
 
 # Operators that are called in another form than that of their own name.
