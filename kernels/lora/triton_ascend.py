@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from kernels.ascend_relaunch import Relaunch, current_stream
+from kernels.ascend_relaunch import Relaunch, current_stream, sizes_of
 from kernels.ascend_runtime import check_launch
 from kernels.contract import Contract
 from kernels.lora.ascend.tiles import RANK_PARTS, Regime, choose
@@ -140,17 +140,17 @@ def lora_linear(
         if row_index is not None:
             out.index_copy_(0, row_index.long(), ordered)
         return
-    num_tokens = maps.num_tokens
-    key = (LINEAR, num_tokens, out.dtype, x.stride(0), out.stride(0), maps.places.shape[0], overwrite)
+    addresses, map_sizes = step_maps(maps, stack.group)
+    key = (LINEAR, map_sizes, sizes_of(x, out), overwrite)
     kept = stack.kept.get(key)
     if kept is not None:
         shrink, expand = kept
-        addresses, stream = map_addresses(maps, stack.group), current_stream()()
+        stream = current_stream()()
         shrink(stream, x.data_ptr(), addresses)
         expand(stream, out.data_ptr(), addresses)
         return
     launches = _launch_linear(x, out, stack, maps, overwrite)
-    if launches is not None and num_tokens <= KEPT_TOKENS:
+    if launches is not None and maps.num_tokens <= KEPT_TOKENS:
         stack.kept[key] = launches
 
 
@@ -168,13 +168,14 @@ def _launch_linear(
     return shrink.repeated(compiled[0], "x_ptr"), expand.repeated(compiled[1], "out_ptr")
 
 
-def map_addresses(maps: LoraMaps, group: int) -> tuple[int, ...]:
-    """Addresses of `_STEP_MAPS`, found once per step and group."""
-    addresses: tuple[int, ...] | None = maps.kept.get((_STEP_MAPS, group))
-    if addresses is None:
+def step_maps(maps: LoraMaps, group: int) -> tuple[tuple[int, ...], tuple[object, ...]]:
+    """Addresses and sizes of `_STEP_MAPS`, found once per step and group."""
+    found: tuple[tuple[int, ...], tuple[object, ...]] | None = maps.kept.get((_STEP_MAPS, group))
+    if found is None:
         tensors = maps.token_segment, maps.segment_starts, maps.places, maps.first_rows[group]
-        addresses = maps.kept[_STEP_MAPS, group] = tuple(tensor.data_ptr() for tensor in tensors)
-    return addresses
+        found = tuple(tensor.data_ptr() for tensor in tensors), (maps.num_tokens, *sizes_of(*tensors))
+        maps.kept[_STEP_MAPS, group] = found
+    return found
 
 
 def lora_embedding(

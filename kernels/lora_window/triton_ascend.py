@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from kernels.ascend_relaunch import current_stream
+from kernels.ascend_relaunch import current_stream, sizes_of
 from kernels.contract import Contract
 from kernels.lora import triton_ascend as lora
 from kernels.lora.ascend.tiles import FEW_TOKENS, Regime, choose
@@ -31,10 +31,11 @@ SWIGLU_COLUMNS = 128
 
 def lora_expand_window(product: torch.Tensor, stack: LoraStack, maps: LoraMaps) -> None:
     """See `ops.lora_expand_window`."""
-    key = (_EXPAND, maps.num_tokens, product.stride(0), maps.places.shape[0])
+    addresses, map_sizes = lora.step_maps(maps, stack.group)
+    key = (_EXPAND, map_sizes, sizes_of(product))
     kept = stack.kept.get(key)
     if kept is not None:
-        kept(current_stream()(), product.data_ptr(), lora.map_addresses(maps, stack.group))
+        kept(current_stream()(), product.data_ptr(), addresses)
         return
     launch = plan_expand(product, stack, maps, regime_of(str(product.device)))
     compiled = launch.run()
@@ -44,11 +45,11 @@ def lora_expand_window(product: torch.Tensor, stack: LoraStack, maps: LoraMaps) 
 
 def swiglu_window(product: torch.Tensor, stack: LoraStack, maps: LoraMaps, *, out: torch.Tensor) -> None:
     """See `ops.swiglu_window`."""
-    key = (_SWIGLU, maps.num_tokens, product.stride(0), maps.places.shape[0])
+    addresses, map_sizes = lora.step_maps(maps, stack.group)
+    key = (_SWIGLU, map_sizes, sizes_of(product, out))
     kept = stack.kept.get(key)
     if kept is not None:
-        addresses = out.data_ptr(), *lora.map_addresses(maps, stack.group)
-        kept(current_stream()(), product.data_ptr(), addresses)
+        kept(current_stream()(), product.data_ptr(), (out.data_ptr(), *addresses))
         return
     launch = plan_swiglu(product, out, stack, maps, regime_of(str(product.device)))
     compiled = launch.run()

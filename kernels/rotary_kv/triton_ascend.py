@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from kernels import triton_launch
-from kernels.ascend_relaunch import AscendLaunch, Relaunch, current_stream
+from kernels.ascend_relaunch import AscendLaunch, Relaunch, current_stream, sizes_of
 from kernels.contract import Contract
 from kernels.paged_attention.cache_layout import is_heads_first
 from kernels.platform import in_use
@@ -186,10 +186,8 @@ def rotary_kv(
     q = qkv.new_empty(num_tokens, num_all_heads - 2 * k_cache.shape[2], head_dim)
     if not num_tokens:
         return q
-    weight_dtype = None if head_weight is None else head_weight.dtype
-    of_cache = k_cache.shape[1], k_cache.stride(1), k_cache.shape[2]
-    key = (*qkv.shape, *of_cache, cos.shape[-1], qkv.stride(0), qkv.dtype, weight_dtype, eps, qkv.device)
     tensors = (qkv, cos, sin, head_weight, slot_mapping, q, k_cache, v_cache)
+    key = sizes_of(*tensors), eps, qkv.device
     kept = kept_launches.get(key)
     if kept is not None:
         others = tuple(None if tensor is None else tensor.data_ptr() for tensor in tensors[1:])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -18,6 +21,8 @@ from kernels.lora_window import triton_ascend_kernels as window_kernels
 from kernels.rotary_kv import triton_ascend as rotary
 from tests.ascend.cases.lora_cases import NUM_VECTOR_CORES, ON_CHIP_BYTES, Step, make_data
 from tests.support.npu.fake_launches import STREAM, Launches, made_up_launches
+from kernels.lora.maps import LoraMaps, LoraStack
+from kernels.triton_launch import Workspace
 
 KERNELS = [kernel for name, kernel in vars(kernels).items() if name.startswith("lora_")]
 KERNELS += [window_kernels.lora_expand_window_few, window_kernels.swiglu_window_few, rotary.rotary_kv_kernel]
@@ -98,6 +103,76 @@ def test_a_repeated_launch_with_a_window_is_what_triton_would_launch(launches: L
         del first.stack.kept[key]
     assert run(1) == repeated
     assert launches.asked["target"] == 1, "this time by Triton"
+
+
+def call(random: Random, stacks: dict[str, LoraStack], steps: dict[tuple[int, int], LoraMaps]) -> Callable[[], None]:
+    """A random call of one of the ops, of few sizes, so that many are asked for again; each has tensors of its own, and
+    shares a step's maps with some others."""
+    op, group = random.choice(["linear", "expand", "gate"]), random.choice([0, 1])
+    sizes = num_tokens, num_spare = random.choice([1, 3, 40]), random.choice([0, 5])
+    stack, dtype = stacks[f"{op} {group}"], random.choice([torch.bfloat16, torch.float32])
+    if sizes not in steps or random.random() < 0.3:
+        maps = make_data(Step([num_tokens], [[16]], 16, [16], num_spare=num_spare)).maps
+        steps[sizes] = replace(maps, first_rows=torch.cat((maps.first_rows, maps.first_rows + 16)))
+    maps = steps[sizes]
+    width = sum(b.shape[1] for b in stack.b)
+    product = torch.zeros(num_tokens, width + random.choice([64, 96]), dtype=torch.bfloat16)
+    x = torch.zeros(num_tokens, random.choice([512, 1024]), dtype=torch.bfloat16)[:, :512]
+    out = torch.zeros(num_tokens, random.choice([width, 2 * width]), dtype=dtype)[:, :width]
+    overwrite = random.choice([False, True])
+    gated = torch.zeros(num_tokens, 256, dtype=dtype)
+    calls: dict[str, Callable[[], None]] = {
+        "linear": lambda: triton_ascend.lora_linear(x, out, stack, maps, overwrite=overwrite),
+        "expand": lambda: window.lora_expand_window(product, stack, maps),
+        "gate": lambda: window.swiglu_window(product, stack, maps, out=gated),
+    }
+    return calls[op]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_launches_are_what_triton_would_launch(launches: Launches, seed: int) -> None:
+    """In any order: of two groups, which share a step's maps, with various strides, types, paddings and modes."""
+    random, stacks, num_repeated = Random(seed), {}, 0
+    steps: dict[tuple[int, int], LoraMaps] = {}
+    for group in (0, 1):
+        for op, in_features, widths in (
+            ("linear", 512, [256, 128]),
+            ("expand", 16, [256, 256]),
+            ("gate", 16, [256] * 2),
+        ):
+            stack = make_data(Step([1], [[16]] * 2, in_features, widths)).stack
+            stacks[f"{op} {group}"] = replace(stack, group=group)
+    largest = make_data(Step([40], [[16]] * 2, 512, [256, 128]))
+    triton_ascend.lora_linear(largest.x, largest.out, largest.stack, largest.maps)  # the workspace grows no more
+    for _ in range(150):
+        made = call(random, stacks, steps)
+        found = []
+        for forgets in (False, True):
+            kept = [dict(stack.kept) for stack in stacks.values()]
+            for stack in stacks.values():
+                for key in [key for key in stack.kept if forgets and "launch" in str(key[0])]:
+                    del stack.kept[key]
+            launches.made.clear()
+            launches.asked.clear()
+            made()
+            found.append(list(launches.made))
+            num_repeated += not launches.asked["target"]
+            for stack, before in zip(stacks.values(), kept, strict=True):
+                stack.kept.update(before)
+        assert found[0] == found[1]
+    assert num_repeated > 40
+
+
+def test_a_workspace_that_is_outgrown_stays() -> None:
+    """Captured steps, and launches that are kept, still write there."""
+    workspace, device = Workspace(), torch.device("cpu")
+    whole = workspace.take(device, 100)._base
+    assert whole is not None
+    outgrown, address = weakref.ref(whole), whole.data_ptr()
+    del whole
+    assert workspace.take(device, 1000).data_ptr() != address
+    gc.collect()
+    assert outgrown() is not None
 
 
 def test_large_steps_are_not_kept(launches: Launches) -> None:

@@ -21,6 +21,8 @@ from tests.tolerances import OP
 
 NUM_VECTOR_CORES = 40
 ON_CHIP_BYTES = 192 * 1024
+# Of a place that no segment has.
+NOBODYS_RANK = 7
 MAPS = frozenset({"token_segment", "segment_starts", "places", "first_rows", "ranks", "scalings", "a_table", "chunks"})
 
 
@@ -67,23 +69,38 @@ class Data:
 
 
 def make_maps(step: Step, first_rows: Sequence[int]) -> LoraMaps:
-    """Maps of the step: segment i is at place i."""
+    """Maps of the step, whose segments are at `places_of`."""
     starts = [0]
     for length in step.lengths:
         starts.append(starts[-1] + length)
     num_segments = len(step.lengths)
-    segments = tuple(Segment(starts[i], starts[i + 1], i, (first_rows[i],)) for i in range(num_segments))
+    places = places_of(step)
+    segments = tuple(Segment(starts[i], starts[i + 1], places[i], (first_rows[i],)) for i in range(num_segments))
     token_segment = [i for i, length in enumerate(step.lengths) for _ in range(length)] + [-1] * step.num_base
     spare = [-1] * step.num_spare
     return LoraMaps(
         segments=segments,
         num_tokens=len(token_segment),
         segment_starts=torch.tensor(starts + [starts[-1]] * step.num_spare, dtype=torch.int32),
-        places=torch.tensor([*range(num_segments), *spare], dtype=torch.int32),
+        places=torch.tensor([*places, *spare], dtype=torch.int32),
         first_rows=torch.tensor([[*first_rows, *spare]], dtype=torch.int32),
         token_segment=torch.tensor(token_segment, dtype=torch.int32),
         num_segments=torch.tensor([num_segments], dtype=torch.int32),
     )
+
+
+def places_of(step: Step) -> list[int]:
+    """Of each segment a place with another number; one place more than there are segments is nobody's."""
+    num = len(step.lengths)
+    return [(i + 1 + num // 2) % (num + 1) for i in range(num)]
+
+
+def by_place(step: Step, values: Sequence[Any], nobodys: Any) -> list[Any]:
+    """Values of the segments in the order of their places."""
+    ordered = [nobodys] * (len(values) + 1)
+    for place, value in zip(places_of(step), values, strict=True):
+        ordered[place] = value
+    return ordered
 
 
 def make_data(step: Step, seed: int = 0) -> Data:
@@ -93,9 +110,10 @@ def make_data(step: Step, seed: int = 0) -> Data:
     """
     random = torch.Generator().manual_seed(seed)
     largest = [max(of_slices) for of_slices in zip(*step.ranks, strict=True)]
-    first_rows, num_rows = [], step.first_row
-    for rank in largest:
-        first_rows.append(num_rows if rank else -1)
+    first_rows, num_rows = [-1] * len(largest), step.first_row
+    for i, rank in reversed([*enumerate(largest)]):
+        if rank:
+            first_rows[i] = num_rows
         num_rows += -(-rank // 16) * 16
     maps = make_maps(step, first_rows)
     a = tuple(torch.full((num_rows, step.in_features), torch.nan, dtype=step.of_rows) for _ in step.widths)
@@ -109,11 +127,12 @@ def make_data(step: Step, seed: int = 0) -> Data:
                 rows[first + rank : first + -(-rank // 16) * 16] = 0.0
     if step.interleaved:
         a = torch.stack(a, dim=1).unbind(1)
-    scalings = torch.rand(len(step.widths), len(step.lengths), generator=random) + 0.5
+    random_scalings = (torch.rand(len(step.widths), len(step.lengths), generator=random) + 0.5).tolist()
+    scalings = torch.tensor([by_place(step, of_segments, torch.nan) for of_segments in random_scalings])
+    ranks = [by_place(step, of_segments, NOBODYS_RANK) for of_segments in step.ranks]
     starts = [sum(step.widths[:s]) for s in range(len(step.widths))]
     stack = LoraStack(
-        a, b, torch.tensor(step.ranks, dtype=torch.int32), scalings, 0, tuple(starts),
-        [list(ranks) for ranks in step.ranks], scalings.tolist(),
+        a, b, torch.tensor(ranks, dtype=torch.int32), scalings, 0, tuple(starts), ranks, scalings.tolist(),
     )  # fmt: skip
     x = torch.randn(maps.num_tokens, step.in_features, generator=random).to(step.dtype)
     out = torch.randn(maps.num_tokens, sum(step.widths), generator=random).to(step.dtype)
@@ -139,9 +158,9 @@ def _far(data: Data) -> Data:
 
 def _blocks(step: Step, data: Data) -> Iterator[tuple[int, slice, slice, slice]]:
     """Of each slice and segment: (slice, its tokens, its ranks, the columns from there to the end of the block)."""
-    for segment in data.maps.segments:
+    for i, segment in enumerate(data.maps.segments):
         for s, of_segments in enumerate(step.ranks):
-            rank = of_segments[segment.place]
+            rank = of_segments[i]
             end = -(-rank // 16) * 16
             yield s, slice(segment.start, segment.end), slice(0, rank), slice(rank, end)
 

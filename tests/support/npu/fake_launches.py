@@ -58,7 +58,8 @@ def made_up_launches(*kernels: Any) -> Iterator[Launches]:
     def compile_nothing(source: Any, **_options: Any) -> Any:
         return SimpleNamespace(
             run=launches.launch,
-            function=f"the function of {source.fn.__name__}",
+            # What is compiled for other constants or types is another one.
+            function=(source.fn.__name__, str(source.constants), str(source.signature)),
             packed_metadata={},
             launch_metadata=lambda *_arguments: None,
             _init_handles=lambda: None,
