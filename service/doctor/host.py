@@ -20,6 +20,18 @@ _DRIVER_VERSION_FILE = Path("/usr/local/Ascend/driver/version.info")
 _TOOL_SECONDS = 10.0
 
 
+@dataclass(frozen=True, slots=True)
+class Compiler:
+    """CANN's compiler of Triton kernels.
+
+    version  "1.2.0"; None where it does not say
+    help     all that --help prints
+    """
+
+    version: str | None
+    help: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
     """Facts that the known problems are looked for in. None and empty: not there.
@@ -28,6 +40,7 @@ class Host:
     triton_dir      directory that `import triton` finds
     device_nodes    /dev nodes of NPUs -> whether this user may open them
     programs        compilers and tools -> path
+    compiler        what bishengir-compile says of itself; None where it is absent, fails or hangs
     torch_cuda      CUDA version that torch was built for
     import_errors   torch or torch_npu -> why it cannot be imported, one sentence
     """
@@ -37,6 +50,7 @@ class Host:
     distributions: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     programs: Mapping[str, str | None] = field(default_factory=dict)
+    compiler: Compiler | None = None
     device_nodes: Mapping[str, bool] = field(default_factory=dict)
     triton_dir: Path | None = None
     cann: str | None = None
@@ -55,6 +69,7 @@ def read_host(torch_cuda: str | None = None, import_errors: Mapping[str, str] | 
         distributions=_distributions(),
         environment=environment,
         programs={name: shutil.which(name) for name in ("clang++", "g++", "bishengir-compile", "npu-smi")},
+        compiler=_compiler(),
         device_nodes=_device_nodes(),
         triton_dir=_package_dir("triton"),
         cann=installed_cann(environment),
@@ -99,6 +114,12 @@ def installed_cann(environment: Mapping[str, str]) -> str | None:
                 "ascend_*_install.info", "version.cfg", "version.info")  # fmt: skip
     files = (path for pattern in patterns for path in sorted(root.glob(pattern)))
     return next((version for path in files if (version := version_in(path))), None)
+
+
+def _compiler() -> Compiler | None:
+    shown = _said_by("bishengir-compile", "--help")
+    found = re.search(r"bishengir-compile\s+([0-9][\w.]*)", _said_by("bishengir-compile", "--version"))
+    return Compiler(found.group(1) if found else None, shown) if shown else None
 
 
 def _npu_driver() -> str | None:

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from service.doctor.host import Host
+from service.doctor.host import Compiler, Host
 from service.doctor.report import Finding, Level
 from service.doctor.visible_npus import visible_npus
 
@@ -22,6 +22,25 @@ _REINSTALL_TRITON = (
 # Entries of the runtime that CANN 9 has renamed or removed, by the beginning of their names.
 _REMOVED_SYMBOL = "RT_LIMIT_TYPE_SIMT"
 _WANTED_DRIVER = (25, 5)
+
+
+# triton-ascend 3.2 builds as the text of `bishengir-compile --help` has it: whether it has these words.
+_NEW_COMPILER, _REG_BASED = "limit-auto-multi-buffer-buffer", "reg-based"
+# Of the compiler, with which the kernels were compiled and checked here.
+KNOWN_COMPILERS = ("1.2.0",)
+
+
+def compiler_facts(host: Host) -> dict[str, str] | None:
+    """The compiler of Triton kernels, and what triton-ascend decides by two searches of its help; None without one."""
+    if host.compiler is None:
+        return None
+    shown = host.compiler.help
+    return {
+        "bishengir_compile": host.compiler.version or "unknown",
+        "known_here": ", ".join(KNOWN_COMPILERS),
+        "triton_ascend_takes": "kernel.o" if _NEW_COMPILER in shown else "kernel_reloc.o",
+        "triton_ascend_passes": "--reg-based=true" if _REG_BASED in shown else "--enable-hivm-compile=true",
+    }
 
 
 def known_problems(host: Host, device_type: str) -> list[Finding]:
@@ -162,10 +181,39 @@ def _triton_ascend(host: Host, is_ascend: bool) -> Iterator[Finding]:
         yield Finding("warning", "bishengir-missing",
                       "bishengir-compile is not on the PATH, so triton-ascend finds '0 active drivers'.",
                       f"{_SET_ENV}")  # fmt: skip
+    elif host.compiler is None:
+        yield Finding("warning", "bishengir-mute",
+                      "bishengir-compile --help fails or is empty, which triton-ascend takes for an old compiler.",
+                      "Install CANN's Triton compiler again.")  # fmt: skip
+    else:
+        yield from _compiler(host.compiler)
     if host.environment.get("CC", "").endswith("gcc"):
         yield Finding("warning", "cc-gcc", "CC=gcc makes triton-ascend compile C++ with a C compiler.", "Unset CC.")
     if host.python > (3, 11):
         yield Finding("warning", "python-new", "triton-ascend 3.2.0 has wheels up to Python 3.11.", "Use Python 3.11.")
+
+
+def _compiler(compiler: Compiler) -> Iterator[Finding]:
+    if _REG_BASED in compiler.help:
+        yield Finding(
+            "warning", "bishengir-reg-based",
+            f"The help of bishengir-compile has {_REG_BASED!r}, so triton-ascend passes --reg-based=true, which is for "
+            "the Ascend 950: kernels for A2 and A3 may not build.",
+            "If the first kernel fails, take CANN 9.1.0.",
+        )  # fmt: skip
+    if _NEW_COMPILER not in compiler.help:
+        yield Finding(
+            "warning", "bishengir-old",
+            f"The help of bishengir-compile lacks {_NEW_COMPILER!r}, so triton-ascend expects kernel_reloc.o, which "
+            "newer compilers do not write.",
+            "If the first kernel fails, take CANN 9.1.0.",
+        )  # fmt: skip
+    if compiler.version is not None and compiler.version not in KNOWN_COMPILERS:
+        yield Finding(
+            "note", "bishengir-unknown",
+            f"bishengir-compile is {compiler.version}, and the kernels were tried with {', '.join(KNOWN_COMPILERS)}.",
+            "Run multilora first-host, and send its report.",
+        )  # fmt: skip
 
 
 def _environment(host: Host, device_type: str) -> Iterator[Finding]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from service.doctor.examination import Examination
 from service.doctor.host import read_host
-from service.doctor.known import known_problems
+from service.doctor.known import compiler_facts, known_problems
 from service.doctor.report import Section
 from service.settings import Settings
 from service.version import server_version
@@ -51,6 +51,7 @@ def look_at_versions(examination: Examination) -> Section:
         "triton": have.get("triton"),
         "triton_ascend": have.get("triton-ascend"),
         "cann": host.cann,
+        "triton_compiler": compiler_facts(host),
         "npu_driver": host.npu_driver,
         "cuda_driver": host.cuda_driver,
         "numpy": have.get("numpy"),

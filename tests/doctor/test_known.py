@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from service.doctor.examination import Examination
-from service.doctor.host import Host, installed_cann, version_in
-from service.doctor.known import known_problems
+from service.doctor.host import Compiler, Host, installed_cann, read_host, version_in
+from service.doctor.known import compiler_facts, known_problems
 from service.doctor.software import import_torch
 from service.settings import load_settings
 
@@ -26,6 +26,7 @@ _GOOD: dict[str, Any] = {
     },
     "environment": {"ASCEND_RT_VISIBLE_DEVICES": "0", "TASK_QUEUE_ENABLE": "1"},
     "programs": {"g++": "/usr/bin/g++", "bishengir-compile": "/usr/local/Ascend/bin/bishengir-compile"},
+    "compiler": Compiler("1.2.0", "--limit-auto-multi-buffer-buffer=<value>"),
     "device_nodes": {"/dev/davinci0": True, "/dev/davinci_manager": True},
     "cann": "9.1.0",
     "npu_driver": "25.5.1",
@@ -76,6 +77,10 @@ def test_a_good_host_has_none(tmp_path: Path) -> None:
         ({"distributions": with_distributions(pybind11=None)}, "pybind11-missing", "warning"),
         ({"programs": {"bishengir-compile": "x"}}, "compiler-missing", "warning"),
         ({"programs": {"g++": "x"}}, "bishengir-missing", "warning"),
+        ({"compiler": None}, "bishengir-mute", "warning"),
+        ({"compiler": Compiler("1.2.0", "--enable-hivm-compile")}, "bishengir-old", "warning"),
+        ({"compiler": Compiler("1.3.0", _GOOD["compiler"].help)}, "bishengir-unknown", "note"),
+        ({"compiler": Compiler("1.2.0", _GOOD["compiler"].help + " --reg-based")}, "bishengir-reg-based", "warning"),
         ({"environment": {"CC": "/usr/bin/gcc"}}, "cc-gcc", "warning"),
         ({"python": (3, 12)}, "python-new", "warning"),
         ({"environment": {"PYTORCH_NPU_ALLOC_CONF": "a", "PYTORCH_ALLOC_CONF": "b"}}, "alloc-conf-twice", "error"),
@@ -181,3 +186,32 @@ def test_a_torch_npu_that_sets_its_autoload_leaves_no_trace(tmp_path: Path, monk
         assert "torch_npu" in sys.modules and not examination.import_errors
         assert os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == before
     del sys.modules["torch_npu"]  # not by monkeypatch, which would bring it back
+
+
+@pytest.mark.parametrize(
+    ("shown", "takes", "passes"),
+    [
+        ("--limit-auto-multi-buffer-buffer=<value>", "kernel.o", "--enable-hivm-compile=true"),
+        ("--limit-auto-multi-buffer-buffer=<value> --reg-based", "kernel.o", "--reg-based=true"),
+        ("--enable-auto-multi-buffer", "kernel_reloc.o", "--enable-hivm-compile=true"),
+    ],
+    ids=["known", "reg-based", "old"],
+)
+def test_what_triton_ascend_decides_of_the_compiler_is_told(
+    shown: str, takes: str, passes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the real program's two answers."""
+    program = tmp_path / "bishengir-compile"
+    program.write_text(
+        f"#!/bin/sh\n[ $1 = --version ] && echo 'bishengir-compile 1.2.0 (x 2026-07-29)' || echo '{shown}'\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert compiler_facts(read_host()) == {
+        "bishengir_compile": "1.2.0",
+        "known_here": "1.2.0",
+        "triton_ascend_takes": takes,
+        "triton_ascend_passes": passes,
+    }
+    program.write_text("#!/bin/sh\nexit 1\n")
+    assert compiler_facts(read_host()) is None
