@@ -184,8 +184,11 @@ class CallMemory:
         """Of each call since `watch`: elements that its workspace has, and elements up to the last one that it wrote.
         A call that writes behind its workspace would overwrite other tensors. Ends the watch."""
         marked, self._marked = self._marked or [], None
-        is_written = [(num, memory != memory.new_tensor(_MARK)) for num, memory in marked]
-        return [(num, 1 + max(here.nonzero().flatten().tolist(), default=-1)) for num, here in is_written]
+        found = []
+        for num, memory in marked:
+            places = (memory != memory.new_tensor(_MARK)).nonzero()
+            found.append((num, int(places.max()) + 1 if places.numel() else 0))
+        return found
 
     def workspace(self, call: _Call) -> torch.Tensor:
         """One that is large enough for any lengths in tensors of these shapes: torch_npu does not look at its size.
