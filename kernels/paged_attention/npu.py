@@ -196,10 +196,10 @@ class CallMemory:
         A step of new sizes asks the operator once, for all layers.
         """
         if self._marked is not None:
-            num_elements = _largest_workspace(call).numel()
-            memory = torch.full((2 * num_elements,), _MARK, dtype=self.lse.dtype, device=self.lse.device)
-            self._marked.append((num_elements, memory))
-            return memory[:num_elements]
+            num_named = _largest_workspace(call).numel()
+            memory = torch.full((2 * num_named,), _MARK, dtype=self.lse.dtype, device=self.lse.device)
+            self._marked.append((num_named, memory))
+            return memory[:num_named]
         key = call.q.shape, call.keys.shape, call.maps.block_table.shape, call.kv_heads, call.sparse_mode
         num_elements = self._num_elements.get(key)
         if num_elements is None:

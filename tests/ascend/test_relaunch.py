@@ -15,14 +15,14 @@ from triton.runtime.driver import driver
 
 from kernels.lora import triton_ascend
 from kernels.lora.ascend import kernels
+from kernels.lora.maps import LoraMaps, LoraStack
 from kernels.lora.skip import launch_idle
 from kernels.lora_window import triton_ascend as window
 from kernels.lora_window import triton_ascend_kernels as window_kernels
 from kernels.rotary_kv import triton_ascend as rotary
+from kernels.triton_launch import Workspace
 from tests.ascend.cases.lora_cases import NUM_VECTOR_CORES, ON_CHIP_BYTES, Step, make_data
 from tests.support.npu.fake_launches import STREAM, Launches, made_up_launches
-from kernels.lora.maps import LoraMaps, LoraStack
-from kernels.triton_launch import Workspace
 
 KERNELS = [kernel for name, kernel in vars(kernels).items() if name.startswith("lora_")]
 KERNELS += [window_kernels.lora_expand_window_few, window_kernels.swiglu_window_few, rotary.rotary_kv_kernel]

@@ -15,12 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kernels.attention_maps import AttentionMaps
 from kernels.paged_attention import npu
 from kernels.paged_attention.ops import paged_attention
-from tests.ascend.twin.stand_ins import stand_ins
-from tests.ascend.twin.stand_ins.checks import HEAD_DIM, KV_HEADS, NUM_BLOCKS, NUM_HEADS, attention_maps, laid_out
 from kernels.platform import in_use
 from kernels.shapes import ProbeShapes
 from service.first_host.steps.kernel_steps import compare_workspaces
 from service.first_host.steps.step_process import StepHost
+from tests.ascend.twin.stand_ins import stand_ins
+from tests.ascend.twin.stand_ins.checks import HEAD_DIM, KV_HEADS, NUM_BLOCKS, NUM_HEADS, attention_maps, laid_out
 
 WORKSPACE = "_npu_fused_infer_attention_score_get_max_workspace"
 DTYPE = torch.float16
