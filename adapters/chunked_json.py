@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Generator
 from typing import Any, cast
 
-from adapters.gil_lock import in_turns
+from adapters.gil_lock import locked_pieces
 
 # Takes up to a millisecond, whatever is in it.
 PIECE_BYTES = 1 << 14
@@ -62,7 +62,7 @@ def parsed(text: bytes, parse: Parse, *, merge: Merge = dict.update, field: Fiel
     is nested too deeply, ValueError for a number that is longer than a piece, and what those three raise.
     """
     reader = _Reader(text, parse, merge, field)
-    for _ in in_turns(reader.pieces()):
+    for _ in locked_pieces(reader.pieces()):
         pass
     return reader.value
 

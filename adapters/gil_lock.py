@@ -1,11 +1,11 @@
-"""Turns for what keeps Python's lock: work that a client can make long is done in pieces of a millisecond or so, and of
-all threads of the process one at a time is at such a piece.
+"""A fair lock around pieces of work that hold Python's lock (GIL), so that the event loop waits for one piece at most.
 
-Who wants the lock waits until the piece that runs is done, and may then be behind all threads that want it too: an
-event loop that asks for it several times for each small request would wait for many pieces each time. With turns it
-waits for one. Threads have them in the order in which they came.
+Work whose length a client decides is done in pieces of about a millisecond. One thread of the process at a time runs
+such a piece, and waiting threads get the lock in the order of arrival. Without it a thread that asks for the GIL may
+queue behind every thread that wants it too: an event loop asks several times per request and would wait for many
+pieces each time.
 
-A piece neither waits for anything nor takes a turn inside of it. What runs without Python's lock needs none.
+A piece neither waits for anything nor takes this lock again. Work that releases the GIL does not need it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-class Turns:
-    """A lock that is handed on in the order of arrival: `with` it, a thread is at a piece.
+class FairGilLock:
+    """A lock that threads get in the order of arrival; each `with` block is one piece of work.
 
-    num_pieces   that have begun so far
-    num_waiting  threads that wait for a turn
+    num_pieces   pieces begun so far
+    num_waiting  threads that wait for the lock
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Turns:
             mine = threading.Lock()
             mine.acquire()
             self._waiting.append(mine)
-        mine.acquire()  # until whose turn it was hands it on
+        mine.acquire()  # released by the thread before this one
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -58,16 +58,16 @@ class Turns:
                 self._is_taken = False
 
 
-# Of this process.
-TURNS = Turns()
+# One for the process.
+GIL_LOCK = FairGilLock()
 _ITEMS_OF_A_PIECE = 512
 
 
-def in_turns(pieces: Iterable[T]) -> Iterator[T]:
-    """The same items, each made in a turn of its own."""
+def locked_pieces(pieces: Iterable[T]) -> Iterator[T]:
+    """The same items, each computed under the lock by itself."""
     left = iter(pieces)
     while True:
-        with TURNS:
+        with GIL_LOCK:
             try:
                 piece = next(left)
             except StopIteration:
@@ -75,8 +75,8 @@ def in_turns(pieces: Iterable[T]) -> Iterator[T]:
         yield piece
 
 
-def each_in_turns(items: Iterable[T]) -> Iterator[T]:
-    """The same items, several hundred of them made in each turn: for what takes a few microseconds each."""
+def locked_batches(items: Iterable[T]) -> Iterator[T]:
+    """The same items, computed under the lock several hundred at a time; for items that take microseconds."""
     left = iter(items)
     batches = iter(lambda: list(islice(left, _ITEMS_OF_A_PIECE)), [])
-    return chain.from_iterable(in_turns(batches))
+    return chain.from_iterable(locked_pieces(batches))

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 # A group shares one row range per adapter across all of its layers and projections.
-# The side groups hold what is no row: a line (or table) of it for each adapter that has such; see
+# The non-LoRA groups hold what is no row: a line (or table) of it for each adapter that has such; see
 # `adapters.memory.non_lora_pool`.
 Group = Literal["attention", "mlp", "operator", "embeddings", "vectors", "norms", "saved_embedding", "saved_head"]
 GROUPS: tuple[Group, ...] = ("attention", "mlp", "operator", "embeddings")
 TABLE_GROUPS: tuple[Group, ...] = ("saved_embedding", "saved_head")
-SIDE_GROUPS: tuple[Group, ...] = ("vectors", "norms", *TABLE_GROUPS)
+NON_LORA_GROUPS: tuple[Group, ...] = ("vectors", "norms", *TABLE_GROUPS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,8 +12,8 @@ MAX_TABLES = 8
 _FLOAT_BYTES = 4
 
 
-def side_unit_bytes(layout: BaseLayout, element_bytes: int) -> dict[Group, int]:
-    """Bytes of one line, or table, of each side group.
+def non_lora_unit_bytes(layout: BaseLayout, element_bytes: int) -> dict[Group, int]:
+    """Bytes of one line, or table, of each non-LoRA group.
 
     vectors          float32 scale and shift of each output of every projection
     norms            float32 weights of every norm
@@ -31,7 +31,7 @@ def side_unit_bytes(layout: BaseLayout, element_bytes: int) -> dict[Group, int]:
     }
 
 
-def plan_side(units: Mapping[Group, int], budget_bytes: int) -> dict[Group, int]:
+def plan_non_lora(units: Mapping[Group, int], budget_bytes: int) -> dict[Group, int]:
     """Half of the budget for lines, up to MAX_LINES; what they leave for tables, as many of heads as of embeddings.
     Where no table fits, all of it for lines. One line more, the base's, is paid for."""
     line_bytes = units["vectors"] + units["norms"]
@@ -44,8 +44,8 @@ def plan_side(units: Mapping[Group, int], budget_bytes: int) -> dict[Group, int]
     return {"vectors": lines, "norms": lines, "saved_embedding": tables, "saved_head": tables}
 
 
-def side_bytes_for(line_bytes: int, table_bytes: int, *, num_lines: int = 0, num_tables: int = 0) -> int:
-    """A budget that `plan_side` makes so many lines, and so many tables of each kind, of at least.
+def non_lora_bytes_for(line_bytes: int, table_bytes: int, *, num_lines: int = 0, num_tables: int = 0) -> int:
+    """A budget that `plan_non_lora` makes so many lines, and so many tables of each kind, of at least.
 
     line_bytes   of one line of vectors and one of norms
     table_bytes  of an embedding and a head

@@ -8,7 +8,7 @@ from collections import Counter
 NUM_SMALL = 64
 
 
-class Shares:
+class ClientQuota:
     """Counts places or bytes by payer. Not thread-safe.
 
     A payer may hold as much as it leaves free of twice `most_of_one`: one alone `most_of_one`, a second one beside it

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from adapters.layout import SIDE_GROUPS, TABLE_GROUPS, BaseLayout, Group
-from adapters.non_lora_plan import plan_side, side_bytes_for, side_unit_bytes
+from adapters.layout import NON_LORA_GROUPS, TABLE_GROUPS, BaseLayout, Group
+from adapters.non_lora_plan import non_lora_bytes_for, non_lora_unit_bytes, plan_non_lora
 
 # Vocabulary-wide rows serve few adapters: they get as many rows as the layers do, but at most this share of the budget.
 EMBEDDINGS_SHARE = 0.125
@@ -18,7 +18,7 @@ TABLE_BYTES = 8
 @dataclass(frozen=True, slots=True)
 class RowPlan:
     """rows, row_bytes: per group of the layout; row_bytes counts one row in all layers and projections of the group.
-    With a side budget the side groups stand behind them: so many lines, or tables, and the bytes of one.
+    With a side budget the non-LoRA groups stand behind them: so many lines, or tables, and the bytes of one.
 
     num_places  most adapters that can be resident at once; follows from the rows, since each takes one range at least
     alignment   ranges are multiples of it
@@ -46,11 +46,11 @@ class RowPlan:
     @property
     def num_rows(self) -> int:
         """Of all groups, without what is no row."""
-        return sum(num for group, num in self.rows.items() if group not in SIDE_GROUPS)
+        return sum(num for group, num in self.rows.items() if group not in NON_LORA_GROUPS)
 
     def length(self, group: str, num_rows: int) -> int:
         """Of the range that so many rows, or lines, of the group take."""
-        return num_rows if group in SIDE_GROUPS else self.aligned(num_rows)
+        return num_rows if group in NON_LORA_GROUPS else self.aligned(num_rows)
 
     def aligned(self, rank: int) -> int:
         """Rows that a range for `rank` takes."""
@@ -58,7 +58,7 @@ class RowPlan:
 
     def group_too_small(self, rows: Mapping[str, int]) -> Group | None:
         """The first group in which `rows` could never fit, None if it fits an empty pool."""
-        for group in (*self.rows, *SIDE_GROUPS):
+        for group in (*self.rows, *NON_LORA_GROUPS):
             if self.length(group, rows.get(group, 0)) > self.rows.get(group, 0):
                 return group
         return None
@@ -66,7 +66,7 @@ class RowPlan:
     def refusal(self, group: Group, rows: Mapping[str, int]) -> str:
         """Why `rows`, which are too many for this group, are refused; one sentence, and a hint to be added to."""
         needed, held, size = self.length(group, rows[group]), self.rows.get(group, 0), self.row_bytes.get(group, 0)
-        if group in SIDE_GROUPS:
+        if group in NON_LORA_GROUPS:
             return (
                 f"The adapter needs room on the device for {MEANINGS[group]}, and the side budget holds none"
                 f"{self._side_hint(rows)}."
@@ -79,9 +79,9 @@ class RowPlan:
     def _side_hint(self, rows: Mapping[str, int]) -> str:
         """How large a side budget would take such an adapter, which a plan without one does not know."""
         units = self.row_bytes
-        if not units.keys() >= set(SIDE_GROUPS):
+        if not units.keys() >= set(NON_LORA_GROUPS):
             return ". Ask the operator for an --adapter-side-bytes that is not 0"
-        num_bytes = side_bytes_for(
+        num_bytes = non_lora_bytes_for(
             units["vectors"] + units["norms"],
             units["saved_embedding"] + units["saved_head"],
             num_lines=int(bool({"vectors", "norms"} & rows.keys())),
@@ -90,7 +90,7 @@ class RowPlan:
         return f". Ask the operator for an --adapter-side-bytes of {num_bytes} or more"
 
 
-# Of the side groups, for people.
+# Of the non-LoRA groups, for people.
 MEANINGS = {
     "vectors": "magnitudes or biases",
     "norms": "norms",
@@ -135,8 +135,8 @@ def plan_rows(
     num_places = sum(blocks.values())
     table_bytes = num_places * num_slices * TABLE_BYTES
     if side_bytes:
-        units = side_unit_bytes(layout, element_bytes)
-        lines = plan_side(units, side_bytes)
+        units = non_lora_unit_bytes(layout, element_bytes)
+        lines = plan_non_lora(units, side_bytes)
         table_bytes += sum(units[group] for group in ("vectors", "norms") if lines[group])  # line 0 is the base's
         rows, per_row = rows | lines, per_row | units
     return RowPlan(rows, per_row, num_places, alignment, table_bytes, max_rank)

@@ -33,7 +33,7 @@ from adapters.files.paths import (
     TENSOR_FILE,
 )
 from adapters.files.store_faults import store_faults_are_ours
-from adapters.files.tombstones import RetiredNames
+from adapters.files.tombstones import Tombstones
 from adapters.files.writability import WriteFault, write_fault
 
 log = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ class StoreFiles:
         self._taken_out: list[Path] = []
         for directory in (self.staging, self._adapters, self._names):
             directory.mkdir(parents=True, exist_ok=True)
-        self._retired = RetiredNames(root / "retired")
+        self._retired = Tombstones(root / "retired")
         self._lock = (root / "lock").open("a+")
         try:
             fcntl.flock(self._lock, (fcntl.LOCK_SH if self._is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)

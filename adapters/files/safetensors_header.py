@@ -14,7 +14,7 @@ from typing import Any
 
 from adapters.chunked_json import parsed
 from adapters.errors import AdapterError, Malformed, Unsupported
-from adapters.gil_lock import each_in_turns
+from adapters.gil_lock import locked_batches
 
 ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 MAX_HEADER_BYTES = 8 << 20
@@ -70,7 +70,7 @@ def read_header(path: Path, *, any_dtype: bool = False) -> dict[str, Tensor]:
             )
         data_start = 8 + header_bytes
         found = _tensors(file.read(header_bytes), data_start, any_dtype)
-    contiguous = each_in_turns(_contiguous(_in_order(found), data_start, size))
+    contiguous = locked_batches(_contiguous(_in_order(found), data_start, size))
     return {tensor.name: tensor for tensor in contiguous if tensor.dtype in ELEMENT_BYTES}
 
 
@@ -219,7 +219,7 @@ def _is_sizes(value: Any) -> bool:
 
 def _in_order(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     """In the order of their data. Sorted in pieces: Python's lock is kept while a list is sorted."""
-    made, runs = each_in_turns(tensors), []
+    made, runs = locked_batches(tensors), []
     while some := list(islice(made, _SORTED_AT_ONCE)):
         runs.append(sorted(some, key=_place))
     return heapq.merge(*runs, key=_place)

@@ -19,7 +19,7 @@ _FLOOR, _NEW_FLOOR = ".floor", ".floor-new"
 log = logging.getLogger(__name__)
 
 
-class RetiredNames:
+class Tombstones:
     """Callers serialise changes, as those of names. `max_files`: beyond so many the older half goes."""
 
     def __init__(self, directory: Path, max_files: int = MAX_FILES) -> None:

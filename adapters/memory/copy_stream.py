@@ -16,10 +16,10 @@ from typing import Any, Protocol
 import torch
 
 
-class Mark(Protocol):
+class CopyEvent(Protocol):
     """How far the copies have come."""
 
-    def is_reached(self) -> bool:
+    def is_completed(self) -> bool:
         """Asks the device, and waits for nothing."""
 
 
@@ -28,18 +28,18 @@ class CopyStream(Protocol):
 
     def begin(self) -> AbstractContextManager[Any]: ...
     def after_steps(self) -> None: ...
-    def mark(self) -> Mark: ...
-    def before_steps(self, mark: Mark) -> None: ...
+    def mark(self) -> CopyEvent: ...
+    def before_steps(self, mark: CopyEvent) -> None: ...
 
 
-class Reached:
+class CompletedCopy:
     """The mark of what has happened."""
 
-    def is_reached(self) -> bool:
+    def is_completed(self) -> bool:
         return True
 
 
-REACHED = Reached()
+COMPLETED = CompletedCopy()
 
 
 class NoStream:
@@ -51,20 +51,20 @@ class NoStream:
     def after_steps(self) -> None:
         """They have happened."""
 
-    def mark(self) -> Mark:
-        return REACHED
+    def mark(self) -> CopyEvent:
+        return COMPLETED
 
-    def before_steps(self, mark: Mark) -> None:
+    def before_steps(self, mark: CopyEvent) -> None:
         """It has happened."""
 
 
-class DeviceMark:
+class DeviceCopyEvent:
     """A device's event."""
 
     def __init__(self, event: Any) -> None:
         self.event = event
 
-    def is_reached(self) -> bool:
+    def is_completed(self) -> bool:
         return bool(self.event.query())
 
 
@@ -85,13 +85,13 @@ class DeviceStream:
         event.record(self._module.current_stream(self._device))
         self._stream.wait_event(event)
 
-    def mark(self) -> Mark:
+    def mark(self) -> CopyEvent:
         event = self._module.Event()
         event.record(self._stream)
-        return DeviceMark(event)
+        return DeviceCopyEvent(event)
 
-    def before_steps(self, mark: Mark) -> None:
-        assert isinstance(mark, DeviceMark), "a mark of another stream"
+    def before_steps(self, mark: CopyEvent) -> None:
+        assert isinstance(mark, DeviceCopyEvent), "a mark of another stream"
         self._module.current_stream(self._device).wait_event(mark.event)
 
 

@@ -42,7 +42,7 @@ class _Used:
     is_new: bool = False
 
 
-class Worths:
+class DecayingLfu:
     """Of what is kept in one place, by digest.
 
     cost_per_size  what it takes to bring an adapter again, for each unit of its size; asked when worths are compared
@@ -99,7 +99,7 @@ class Worths:
         return float(used.uses * 0.5 ** (self._half_lives - used.at))
 
 
-class OrderedWorths(Worths):
+class HeapDecayingLfu(DecayingLfu):
     """Knows the one that is worth least without a look at all of them, where what it costs to bring an adapter again
     stays what it was when it came."""
 

@@ -17,7 +17,7 @@ from adapters.files.manifest import UNREADABLE, Manifest
 from adapters.files.paths import EMBEDDING_SIDES, LINEAR_SIDES, MANIFEST_FILE, TENSOR_FILE, adapter_dir, stored_name
 from adapters.files.safetensors_header import Tensor, read_header
 from adapters.layout import TABLE_GROUPS, BaseLayout, Group, ProjectionSpec, Slice
-from adapters.memory.eviction import OrderedWorths
+from adapters.memory.eviction import HeapDecayingLfu
 from adapters.memory.slab import (
     Arena,
     Extras,
@@ -64,7 +64,7 @@ class HostTier:
         self._lock = threading.Lock()
         self._kept: dict[str, HostAdapter] = {}
         self._used_bytes = 0
-        self._worths = OrderedWorths(self._cost_per_byte)
+        self._worths = HeapDecayingLfu(self._cost_per_byte)
         self._evicted: list[str] = []
         self._memory: SlabMemory = Arena(budget_bytes) if is_pinned else PageableMemory()
         self._is_pinned = is_pinned
@@ -206,7 +206,7 @@ def read_adapter(
             group = _group_of(report.module, part, known)
             tensor = parts[report.module, part] = _tensor(mapped, header, stored_name(report.module, part))
             extras.shapes[report.module, part] = tensor.shape, dtype if group in TABLE_GROUPS else torch.float32
-            extras.side_rows[group] = 1
+            extras.non_lora_rows[group] = 1
         if not report.rank:
             continue
         projection, piece = known[report.module]
@@ -240,7 +240,7 @@ def _trained(
 
 
 def _group_of(module: str, part: str, known: Mapping[str, tuple[ProjectionSpec, Slice]]) -> Group:
-    """The side group that holds a part of this module."""
+    """The non-LoRA group that holds a part of this module."""
     if part != WEIGHT:
         return "vectors"
     if module not in known:

@@ -1,13 +1,13 @@
-"""What resident adapters have on the device beside rows: lines of vectors and norms, and tables.
+"""The non-LoRA parameters of resident adapters on the device: lines of vectors and norms, and tables.
 
-The row pool owns it and says which lines are whose: each side group is one more group of ranges to it, of length 1 per
-adapter, so that room, eviction, pins and moves are those of rows. A killed engine leaves nothing: all is made anew from
-the store at the next load.
+The row pool owns this pool and decides which lines belong to whom: each non-LoRA group is one more group of ranges, of
+length 1 per adapter, so room, eviction, pins and moves work as for rows. A killed engine leaves nothing behind:
+everything is rebuilt from the store at the next load.
 
-Magnitudes become scales when an adapter's line is first written, for they need the norms of the base's weight with the
-adapter's delta: see `BaseFacts.delta_squares` for what that costs. The scales take the magnitudes' place in its host
-memory, in the order of the copies' stream: loads after that are copies. A row without a delta whose magnitude is 0 was
-not trained (`adapters.peft.slice_mapping`) and keeps the base's norm.
+Magnitudes become scales when an adapter's line is first written, because they need the norms of the base's weight plus
+the adapter's delta: see `BaseFacts.delta_squares` for the cost. The scales then replace the magnitudes in the adapter's
+host memory, in the order of the copy stream; later loads are plain copies. A row without a delta whose magnitude is 0
+was not trained (`adapters.peft.slice_mapping`) and keeps the base's norm.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from adapters.layout import TABLE_GROUPS, BaseLayout, Group, ProjectionSpec, Slice
 from adapters.memory.slab import HostAdapter
 from adapters.peft.bound_tensors import BIAS, LORA_BIAS, MAGNITUDE, WEIGHT
-from kernels.lora.side import SideVectors
+from kernels.lora.non_lora import NonLoraVectors
 
 _SCALE = "scale"  # the part of an adapter that its magnitudes have become
 
@@ -37,7 +37,7 @@ class BaseFacts(Protocol):
 
     @property
     def norm_offset(self) -> float:
-        """What is added to the weight of a norm, as files hold it, before it multiplies."""
+        """Added to a norm's weight as files hold it, before it multiplies."""
 
     def rows(self, name: str, token_ids: torch.Tensor) -> torch.Tensor:
         """float32 [num_ids, hidden]: what the embedding, or the head, has for these tokens. Of a head that costs a
@@ -53,7 +53,7 @@ class BaseFacts(Protocol):
 
 
 class _Place(NamedTuple):
-    """Of a module: its projection, the columns of it, and the projection's scale and shift in a line."""
+    """The line of one module: its projection, its columns, and the projection's scale and shift."""
 
     name: str
     columns: slice
@@ -61,8 +61,8 @@ class _Place(NamedTuple):
     shift: torch.Tensor
 
 
-class SidePool:
-    """See the module's docstring. `lines`: how many of each side group."""
+class NonLoraPool:
+    """See the module's docstring. `lines`: how many of each non-LoRA group."""
 
     def __init__(
         self,
@@ -74,14 +74,14 @@ class SidePool:
     ) -> None:
         self._layout = layout
         self._base = base
-        self.vectors: dict[str, SideVectors] = {}
+        self.vectors: dict[str, NonLoraVectors] = {}
         self.norms: dict[str, torch.Tensor] = {}
         self.tables: dict[Group, torch.Tensor] = {}
         new = partial(torch.empty, dtype=torch.float32, device=device)
         if lines["vectors"]:
             for projection in layout.projections:
                 shape = (1 + lines["vectors"], _num_outputs(projection))
-                vectors = SideVectors(new(shape), new(shape))
+                vectors = NonLoraVectors(new(shape), new(shape))
                 vectors.scale[0].fill_(1)
                 vectors.shift[0].zero_()
                 self.vectors[projection.name] = vectors
@@ -158,7 +158,7 @@ class SidePool:
                 shift.add_(lora_bias, alpha=adapter.slices[module].scaling)
 
     def _write_scales(self, adapter: HostAdapter, places: Mapping[str, _Place]) -> set[str]:
-        """Of the modules that have any; which these are."""
+        """Write the scales of all modules that have magnitudes; returns these modules."""
         extras = adapter.extras
         new = [module for module, part in extras if part == MAGNITUDE]
         found = [places[module].scale[places[module].columns] for module in new]

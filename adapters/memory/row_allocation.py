@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from adapters.errors import RowsExceeded
-from adapters.layout import SIDE_GROUPS, Group
-from adapters.memory.eviction import Worth, Worths
+from adapters.layout import NON_LORA_GROUPS, Group
+from adapters.memory.eviction import DecayingLfu, Worth
 from adapters.memory.row_ranges import Move, Range, RangeAllocator, Swap
 from adapters.row_plan import RowPlan
 
@@ -69,7 +69,7 @@ class RowAllocation:
         self._first_rows: dict[int, tuple[int, ...]] = {}
         self._free_places: list[int] = []
         self._rows_in_use = dict.fromkeys(groups, 0)  # of pinned and held residents
-        self._worths = Worths(cost_per_row)
+        self._worths = DecayingLfu(cost_per_row)
 
     # ---- questions
 
@@ -88,14 +88,14 @@ class RowAllocation:
             self._ranges[group].get(digest)
             for digest in digests
             for group in self._residents[digest].rows
-            if group not in SIDE_GROUPS
+            if group not in NON_LORA_GROUPS
         )
         return max((owned.end for owned in taken if owned is not None), default=0)
 
     def rows_needed(self, digests: Collection[str]) -> int:
         """The least that `rows_end` of these residents could be: their rows in the group in which they have most."""
         rows = [self._residents[digest].rows for digest in digests]
-        layer_groups = (group for group in self._groups if group not in SIDE_GROUPS)
+        layer_groups = (group for group in self._groups if group not in NON_LORA_GROUPS)
         return max((sum(one.get(group, 0) for one in rows) for group in layer_groups), default=0)
 
     def resident(self) -> tuple[str, ...]:
@@ -180,7 +180,7 @@ class RowAllocation:
         swaps: list[tuple[Group, Swap]] = []
         for group in self._residents[digest].rows:
             owned = self._ranges[group].get(digest)
-            if group in SIDE_GROUPS or owned is None or owned.end <= end_row:
+            if group in NON_LORA_GROUPS or owned is None or owned.end <= end_row:
                 continue
             found = self._ranges[group].swap_below(digest, end_row, self._worth_unless_pinned, busy.get(group, ()))
             if found is None:

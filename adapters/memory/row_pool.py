@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from adapters.layout import SIDE_GROUPS, BaseLayout, Group
-from adapters.memory.copy_stream import REACHED, CopyStream, Mark, NoStream, copy_stream_of
+from adapters.layout import NON_LORA_GROUPS, BaseLayout, Group
+from adapters.memory.copy_stream import COMPLETED, CopyEvent, CopyStream, NoStream, copy_stream_of
 from adapters.memory.device_upload import BUFFER_BYTES, Scatter
-from adapters.memory.non_lora_pool import BaseFacts, SidePool
+from adapters.memory.non_lora_pool import BaseFacts, NonLoraPool
 from adapters.memory.row_allocation import Placement, RowAllocation, RowMove
 from adapters.memory.row_ranges import Range
 from adapters.memory.row_tensors import RowsBehindOf, RowTensors
@@ -41,7 +41,7 @@ class _Copy:
     digest: str
     adapter: HostAdapter
     ranges: Mapping[Group, Range]
-    mark: Mark
+    mark: CopyEvent
 
 
 class RowPool:
@@ -90,10 +90,10 @@ class RowPool:
         self.allocation = RowAllocation(self.plan, cost_per_row)
         self._groups = self.plan.groups
         self._base = base
-        self.side: SidePool | None = None
+        self.side: NonLoraPool | None = None
         if side_bytes:
             assert base is not None, "what adapters have beside rows depends on the base"
-            self.side = SidePool(layout, self.plan.rows, base, dtype, device)
+            self.side = NonLoraPool(layout, self.plan.rows, base, dtype, device)
         self._tensors = RowTensors(layout, self.plan, dtype=dtype, device=device, rows_behind=rows_behind)
         self._copies = copies or copy_stream_of(torch.device(device))
         if isinstance(self._copies, NoStream):
@@ -155,7 +155,7 @@ class RowPool:
     # ---- residents
 
     @torch.no_grad()
-    def load(self, digest: str, adapter: HostAdapter, *, may_evict: bool = True) -> Mark | None:
+    def load(self, digest: str, adapter: HostAdapter, *, may_evict: bool = True) -> CopyEvent | None:
         """Begin to copy the adapter to the device, unless it has rows. Returns when it is there; None when the adapters
         in use leave too few rows, or, without `may_evict`, when no more than sliding idle ranges together is not
         enough: then nothing has changed. Steps may use it after `publish`; until then the caller keeps it pinned.
@@ -164,7 +164,7 @@ class RowPool:
         hold it from a server with more rows, or with another device."""
         if self.place_of(digest) is not None:
             self.allocation.use(digest)
-            return next((copy.mark for copy in self._under_way if copy.digest == digest), REACHED)
+            return next((copy.mark for copy in self._under_way if copy.digest == digest), COMPLETED)
         self.check_size(adapter.rows)
         placement = self.allocation.take(digest, adapter.rows, may_evict=may_evict)
         if placement is None:
@@ -178,9 +178,9 @@ class RowPool:
         self._num_loads += 1
         return mark
 
-    def publish(self, mark: Mark) -> None:
+    def publish(self, mark: CopyEvent) -> None:
         """Steps that are launched from now on find what was copied until the mark."""
-        if not mark.is_reached():
+        if not mark.is_completed():
             self._copies.before_steps(mark)
         self._let_go()
 
@@ -226,7 +226,7 @@ class RowPool:
     def usage(self) -> PoolUsage:
         used = self.allocation.rows_used()
         return PoolUsage(
-            rows_used=sum(num for group, num in used.items() if group not in SIDE_GROUPS),
+            rows_used=sum(num for group, num in used.items() if group not in NON_LORA_GROUPS),
             rows_total=self.plan.num_rows,
             bytes_used=sum(used[group] * self.plan.row_bytes[group] for group in self._groups),
             bytes_total=self.plan.total_bytes,
@@ -245,7 +245,7 @@ class RowPool:
 
     # ---- writing
 
-    def _copy(self, adapter: HostAdapter, placement: Placement) -> Mark:
+    def _copy(self, adapter: HostAdapter, placement: Placement) -> CopyEvent:
         """Host -> device, and into the rows, part by part."""
         for part in self._scatter.parts(adapter):
             with self._copies.begin():
@@ -257,7 +257,7 @@ class RowPool:
             with self._copies.begin():
                 assert self._base is not None, "trained tokens depend on the base"
                 self._tensors.subtract_base(self._base, placement, adapter)
-        for group in SIDE_GROUPS:
+        for group in NON_LORA_GROUPS:
             if group in placement.ranges:
                 assert self.side is not None
                 with self._copies.begin():
@@ -270,13 +270,13 @@ class RowPool:
             self._copies.before_steps(self._under_way[-1].mark)
         for move in moves:
             self._tensors.move(move)
-            if move.group in SIDE_GROUPS:
+            if move.group in NON_LORA_GROUPS:
                 assert self.side is not None and move.before.length == 1
                 self.side.move(move.group, move.before.start, move.to)
 
     def _let_go(self) -> None:
         """Of the host memory of copies that have ended."""
-        while self._under_way and self._under_way[0].mark.is_reached():
+        while self._under_way and self._under_way[0].mark.is_completed():
             self._under_way.popleft()
 
     # ---- integrity
@@ -284,6 +284,6 @@ class RowPool:
     def check_integrity(self) -> None:
         """The allocation's, and both tables agree for every resident whose copy has ended."""
         self.allocation.check_integrity()
-        under_way = {copy.digest for copy in self._under_way if not copy.mark.is_reached()}
+        under_way = {copy.digest for copy in self._under_way if not copy.mark.is_completed()}
         found = (self.place_of(digest) for digest in self.resident() if digest not in under_way)
         self._tensors.check_tables([place for place in found if place is not None])

@@ -44,12 +44,12 @@ class Extras:
                float32 vectors, and the embedding and the head in the rows'
     tokens     of the slices that are trained tokens, by module path: the ids, one for each rank. Their values stand
                where what they change the base by belongs; the base's are subtracted on the device
-    side_rows  1 for each side group in which the tensors take a line, or a table
+    non_lora_rows  1 for each non-LoRA group in which the tensors take a line, or a table
     """
 
     shapes: dict[tuple[str, str], tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
     tokens: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    side_rows: dict[Group, int] = field(default_factory=dict)
+    non_lora_rows: dict[Group, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -195,7 +195,7 @@ def make_adapter(
     adapter = HostAdapter(
         digest,
         slices,
-        rows | extras.side_rows,
+        rows | extras.non_lora_rows,
         slab,
         ranks,
         scalings,

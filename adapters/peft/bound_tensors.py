@@ -77,7 +77,9 @@ class BoundExtra:
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """slices in the layout's order; rows: the largest rank per projection group, and 1 per side group of the extras."""
+    """slices  in the layout's order
+    rows    the largest rank per projection group, and 1 per non-LoRA group of the extras
+    """
 
     slices: tuple[BoundSlice, ...]
     base_copies: tuple[BaseCopy, ...]

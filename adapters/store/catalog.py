@@ -15,7 +15,7 @@ from adapters.files.disk import StoreFiles
 from adapters.files.manifest import AdapterRecord, Manifest
 from adapters.files.name_versions import NameRecord, Version
 from adapters.store.pins import Pinned
-from adapters.store.quota_usage import Owned
+from adapters.store.quota_usage import QuotaUsage
 from adapters.store.sqlite_index import Index, Query, Row
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class Catalog:
         self._num_names = Counter(rules.uses(names.values()))
         self._pinned = {name for name, record in names.items() if record.is_pinned}
         self._manifests: OrderedDict[str, Manifest] = OrderedDict()
-        self._owned: dict[str, Owned] = {}  # by owner, of those whose names have changed since the start
+        self._owned: dict[str, QuotaUsage] = {}  # by owner, of those whose names have changed since the start
         # Of all digests that quotas had to look at.
         self._sizes: dict[str, int] = {}
         self._leases: Counter[str] = Counter()
@@ -64,7 +64,7 @@ class Catalog:
         with self._lock:
             return rules.record_of(self._names, name)
 
-    def owned(self, owner: str) -> Owned:
+    def owned(self, owner: str) -> QuotaUsage:
         """What the owner has. The first call of an owner looks at all names; those after it do not."""
         with self.changing:
             if owner not in self._owned:
@@ -72,7 +72,7 @@ class Catalog:
                     names = {name: record for name, record in self._names.items() if record.owner == owner}
                 with suppress(sqlite3.Error):  # then manifests are read
                     self._sizes = self._index.sizes(owner) | self._sizes
-                self._owned[owner] = Owned(names, self.num_bytes)
+                self._owned[owner] = QuotaUsage(names, self.num_bytes)
             return self._owned[owner]
 
     @property

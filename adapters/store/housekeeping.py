@@ -9,7 +9,7 @@ from itertools import count
 from adapters.errors import StorageFull, StoreUnreachable
 from adapters.files.disk import StoreFiles
 from adapters.store.catalog import Catalog
-from adapters.store.shared_log import Sharing
+from adapters.store.shared_log import SharedLog
 from adapters.store.transactions import Changes
 
 log = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ _SIGNS_PER_SWEEP = 6
 class Housekeeping:
     """Begins with a sign of life, and goes on in a thread of its own until `stop`."""
 
-    def __init__(self, files: StoreFiles, catalog: Catalog, changes: Changes, sharing: Sharing) -> None:
+    def __init__(self, files: StoreFiles, catalog: Catalog, changes: Changes, sharing: SharedLog) -> None:
         self._files = files
         self._catalog = catalog
         self._changes = changes

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from adapters.errors import Conflict
-from adapters.layout import SIDE_GROUPS, Group
+from adapters.layout import NON_LORA_GROUPS, Group
 from adapters.row_plan import MEANINGS, RowPlan
 
 
@@ -54,7 +54,7 @@ def refuse_excess(pinned: Iterable[Pinned], plan: RowPlan) -> None:
     if excess is not None:
         group, num_rows = excess
         num_there, most = plan.rows[group], most_rows(plan, group)
-        if group in SIDE_GROUPS:
+        if group in NON_LORA_GROUPS:
             raise Conflict(
                 f"The device has room for {num_there} adapters with {MEANINGS[group]}, of which {most} may be pinned, "
                 f"and this would be number {num_rows}; unpin others first, or give the server more "

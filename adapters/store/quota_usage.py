@@ -11,7 +11,7 @@ from adapters.files.name_versions import NameRecord, Quota, folded
 from adapters.files.paths import without_root
 
 
-class Owned:
+class QuotaUsage:
     """Thread-safe. Callers serialise `point`, and hold no lock then that `size_of` takes.
 
     size_of  bytes of a digest; 0 for one that cannot be read now, which is asked for again

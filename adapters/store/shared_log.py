@@ -60,7 +60,7 @@ class News(msgspec.Struct, frozen=True):
     is_all: bool = False
 
 
-class Sharing:
+class SharedLog:
     """One server's part. Turns are taken by one thread of it at a time; so are looks at the log.
 
     root  of the store, of one base; it holds `changes`, `change-lock` and `members/`

@@ -39,7 +39,7 @@ from adapters.store.catalog import Catalog
 from adapters.store.housekeeping import Housekeeping
 from adapters.store.leases import Lease, Upload
 from adapters.store.publishing import Publishing
-from adapters.store.shared_log import Sharing
+from adapters.store.shared_log import SharedLog
 from adapters.store.sqlite_index import Query, Row
 from adapters.store.transactions import Changes
 from adapters.text.vocabulary import BaseText
@@ -92,7 +92,7 @@ class AdapterStore:
         self.base_name = base_name
         self._intake = Intake(layout, base_dir, row_plan, check_template, base_text)
         root = root / self._intake.fingerprint
-        sharing = Sharing(root) if shared else None
+        sharing = SharedLog(root) if shared else None
         self._sharing = sharing
         self._files = StoreFiles(root, None if sharing is None else sharing.member)
         self._catalog = Catalog(self._files, _recover(self._files, sharing))
@@ -305,7 +305,7 @@ class AdapterStore:
             self._catalog.check_integrity()
 
 
-def _recover(files: StoreFiles, sharing: Sharing | None) -> dict[str, NameRecord]:
+def _recover(files: StoreFiles, sharing: SharedLog | None) -> dict[str, NameRecord]:
     """The names, once what a killed process left is removed."""
     if sharing is None:
         return files.recover()

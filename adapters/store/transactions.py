@@ -14,7 +14,7 @@ from adapters.files.durable_files import delete, refuse_shortage
 from adapters.files.name_versions import NameRecord
 from adapters.files.store_faults import store_faults_are_ours
 from adapters.store.catalog import Catalog
-from adapters.store.shared_log import Sharing
+from adapters.store.shared_log import SharedLog
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class Changes:
         self,
         files: StoreFiles,
         catalog: Catalog,
-        sharing: Sharing | None,
+        sharing: SharedLog | None,
         on_gone: Callable[[str], None] | None,
         on_change: Callable[[str], None] | None,
     ) -> None:

@@ -5,18 +5,18 @@ from __future__ import annotations
 import threading
 
 from adapters.errors import StagingFull
-from adapters.quota import Shares
+from adapters.quota import ClientQuota
 
 
 class StagingBytes:
-    """Counts them; thread-safe. They are divided among owners as `Shares` are.
+    """Counts them; thread-safe. They are divided among owners as `ClientQuota` are.
 
     limit_bytes  of all uploads together, half of it of one owner; small ones get in beyond it, up to a quarter more
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self._lock = threading.Lock()
-        self._shares = Shares(limit_bytes // 2, small=limit_bytes // 256)
+        self._shares = ClientQuota(limit_bytes // 2, small=limit_bytes // 256)
 
     @property
     def num_bytes(self) -> int:

@@ -21,9 +21,9 @@ import torch
 
 from kernels.platform import detect, installed
 from kernels.sampling import ops
-from kernels.sampling.asked import RowSampling, ask, mask_of
 from kernels.sampling.maps import SamplingMaps
 from kernels.sampling.parameter_rows import index_of, neutral_row
+from kernels.sampling.sampling_request import RowSampling, ask, mask_of
 
 NUM_REPEATS = 9
 NUM_TOKENS_HELD = 500

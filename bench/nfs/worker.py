@@ -28,7 +28,7 @@ class Worker:
         self._root = root
         self._turn = ExitStack()
         self._store: AdapterStore | None = None
-        self._parts: shared_log.Sharing | None = None
+        self._parts: shared_log.SharedLog | None = None
 
     # ---- what the store relies on
 
@@ -133,8 +133,8 @@ class Worker:
         return self._store
 
     @property
-    def _sharing(self) -> shared_log.Sharing:
-        self._parts = self._parts or shared_log.Sharing(self._root)
+    def _sharing(self) -> shared_log.SharedLog:
+        self._parts = self._parts or shared_log.SharedLog(self._root)
         return self._parts
 
 

@@ -21,7 +21,7 @@ import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 
-from adapters.memory.eviction import Worths
+from adapters.memory.eviction import DecayingLfu
 
 Streams = Sequence[Sequence[int]]
 _NEVER = 1 << 60
@@ -29,7 +29,7 @@ _NEVER = 1 << 60
 
 def hits_of_worth(requests: Sequence[int], room: int) -> int:
     """Requests whose adapter is held, where the one goes that is worth least, as on our devices."""
-    worths, held, hits = Worths(lambda _: 1.0), set[str](), 0
+    worths, held, hits = DecayingLfu(lambda _: 1.0), set[str](), 0
     for adapter in map(str, requests):
         hits += adapter in held
         if adapter not in held:

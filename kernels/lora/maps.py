@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from kernels.arrays import LAST, Array, HostArray, declared
-from kernels.lora.side import SideLines
+from kernels.lora.non_lora import NonLoraLines
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class LoraSizes:
     """Of the arrays of a step, or of its rows of logits.
 
     max_segments  all steps have as many, so that kernels are compiled for one length
-    side          fields of `SideArrays` that are there
+    side          fields of `NonLoraArrays` that are there
     """
 
     num_tokens: int
@@ -86,7 +86,7 @@ class LoraMaps(LoraArrays[torch.Tensor]):
 
     segments: tuple[Segment, ...]
     num_tokens: int
-    side: SideLines | None = None
+    side: NonLoraLines | None = None
     runs_once: bool = False
     kept: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kernels.sampling.asked import Asked
 from kernels.sampling.maps import SamplingMaps
+from kernels.sampling.sampling_request import Asked
 from kernels.sampling.scored_token import ScoredToken
 
 

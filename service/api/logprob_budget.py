@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from adapters.quota import Shares
+from adapters.quota import ClientQuota
 from service.api.errors import QueueFull
 from service.fairness.client_identity import PAYER
 
 
-def logprob_shares(most_of_one: int) -> Shares:
+def logprob_shares(most_of_one: int) -> ClientQuota:
     """The log probabilities of all answers, alternatives included. most_of_one: of one payer alone."""
-    return Shares(most_of_one, small=most_of_one // 256)
+    return ClientQuota(most_of_one, small=most_of_one // 256)
 
 
 class HeldLogprobs:
     """Those of one request; they are who pays for it who makes it."""
 
-    def __init__(self, shares: Shares) -> None:
+    def __init__(self, shares: ClientQuota) -> None:
         self._shares, self._payer = shares, PAYER.get()
         self._num_held = 0
 

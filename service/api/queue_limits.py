@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from adapters.quota import Shares
+from adapters.quota import ClientQuota
 from service.api.errors import QueueFull
 from service.fairness.client_identity import PAYER
 
@@ -13,13 +13,13 @@ from service.fairness.client_identity import PAYER
 class Gate:
     """Counts the sequences, or calls, that wait or run, so that a full queue answers at once instead of growing.
 
-    One payer alone may take all `limit` places. That keeps nobody out: see `Shares`; all together have at most twice
-    the limit.
+    A single client may occupy all `limit` slots without keeping others out (see `ClientQuota`); all clients together
+    occupy at most twice the limit.
     """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._shares = Shares(limit)
+        self._shares = ClientQuota(limit)
 
     @property
     def num_open(self) -> int:

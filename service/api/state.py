@@ -15,7 +15,7 @@ from fastapi import Request
 from adapters.files.manifest import AdapterRecord
 from adapters.files.paths import layout_fingerprint
 from adapters.layout import BaseLayout
-from adapters.quota import Shares
+from adapters.quota import ClientQuota
 from adapters.store.sqlite_index import Query
 from adapters.store.store import AdapterStore
 from kernels.sampling.parameters import NEUTRAL
@@ -85,7 +85,7 @@ class Services:
     gate: Gate = field(init=False)
     base_digest: str = field(init=False)
     calls: Gate = field(init=False)
-    logprobs: Shares = field(default_factory=lambda: logprob_shares(MAX_HELD_LOGPROBS))
+    logprobs: ClientQuota = field(default_factory=lambda: logprob_shares(MAX_HELD_LOGPROBS))
     _template_turns: WeakValueDictionary[tuple[str, str], asyncio.Lock] = field(default_factory=WeakValueDictionary)
     _loop: asyncio.AbstractEventLoop | None = None
     _uploads: UploadPlaces = field(init=False)

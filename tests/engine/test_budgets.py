@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from adapters.layout import Group
-from adapters.non_lora_plan import plan_side
+from adapters.non_lora_plan import plan_non_lora
 from kernels.sampling.penalty_state import DenseState
 from service.engine.ipc.config import EngineOptions
 from service.engine.startup.budgets import GIB, MIB, Budgets, ModelSizes, decide_budgets, sentences
@@ -87,11 +87,11 @@ def test_graphs_are_kept_free_for() -> None:
 def test_a_device_has_room_for_embeddings_and_heads_of_adapters_where_they_are_a_small_part(
     device_type: str, line_mib: int, table_mib: int, free_gib: int, num_tables: int
 ) -> None:
-    sizes = replace(LLAMA_8B, side_line_bytes=line_mib * MIB, side_table_bytes=table_mib * MIB)
+    sizes = replace(LLAMA_8B, non_lora_line_bytes=line_mib * MIB, non_lora_table_bytes=table_mib * MIB)
     side_bytes = decided(sizes, device_type, free_gib * GIB).side_bytes
     assert side_bytes <= free_gib * GIB / 16
     units: dict[Group, int] = {"vectors": line_mib * MIB, "norms": 0}
-    plan = plan_side(units | {"saved_embedding": table_mib * MIB, "saved_head": 0}, side_bytes)
+    plan = plan_non_lora(units | {"saved_embedding": table_mib * MIB, "saved_head": 0}, side_bytes)
     assert plan["saved_head"] == num_tables
     assert plan["vectors"] >= 16
 

@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 from adapters.errors import NotFound, RowsExceeded, Unsupported
 from kernels.lora.max_rank import MAX_KERNEL_RANK
 from kernels.platform import detect
-from kernels.sampling.asked import RowSampling, ask
 from kernels.sampling.ops import new_state, sample
 from kernels.sampling.parameter_rows import row_of
+from kernels.sampling.sampling_request import RowSampling, ask
 from service.engine.engine import Engine
 from service.engine.ipc.messages import (
     MAX_ENDINGS,

@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.platform import detect, installed
 from kernels.sampling import any_device, ops, parameter_rows, parameters
-from kernels.sampling.asked import GivenRow, RowSampling, ask, mask_of
 from kernels.sampling.maps import SamplingMaps
 from kernels.sampling.parameter_rows import index_of
 from kernels.sampling.random_numbers import uniform
 from kernels.sampling.results import Choice
+from kernels.sampling.sampling_request import GivenRow, RowSampling, ask, mask_of
 from kernels.sampling.scored_token import ScoredToken
 from service.engine.ipc.messages import Sampling
 from tests.ascend.twin.stand_ins.waits import recorded_waits

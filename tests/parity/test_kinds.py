@@ -127,9 +127,9 @@ def test_norms_of_attention_heads_equal_peft_in_mixed_steps(
 def few_lines(world: World, monkeypatch: pytest.MonkeyPatch) -> int:
     """A side budget for fewer adapters than there are with vectors, and for one table of each kind: they take turns."""
     monkeypatch.setattr(non_lora_plan, "MAX_LINES", 3)
-    units = non_lora_plan.side_unit_bytes(layout_in(world.model_dir), 4)
+    units = non_lora_plan.non_lora_unit_bytes(layout_in(world.model_dir), 4)
     num_bytes = 8 * (units["vectors"] + units["norms"]) + units["saved_embedding"] + units["saved_head"]
-    lines = non_lora_plan.plan_side(units, num_bytes)
+    lines = non_lora_plan.plan_non_lora(units, num_bytes)
     assert (lines["vectors"], lines["saved_head"]) == (3, 1)
     assert sum("vectors" in rows for rows in world.rows.values()) > 3
     return num_bytes

@@ -51,7 +51,7 @@ def kernels_of_a_gpu(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     """On a CPU: what serves the ops on an NVIDIA GPU, interpreted. On a GPU: adapters are there when the engine looks,
     which goes on without those that are late, so that both runs have the same steps."""
     if device != "cpu":
-        monkeypatch.setattr(copy_stream.DeviceMark, "is_reached", lambda mark: mark.event.synchronize() is None)
+        monkeypatch.setattr(copy_stream.DeviceCopyEvent, "is_completed", lambda mark: mark.event.synchronize() is None)
         yield
         return
     names = {op: names[0] for op, names in IMPLEMENTATIONS["cuda"].items()}

@@ -10,8 +10,8 @@ import torch
 from kernels.probe.cases.prepared import Prepared
 from kernels.probe.cases.test_tensors import Place
 from kernels.sampling import ops
-from kernels.sampling.asked import GivenRow, RowSampling, ask, mask_of
 from kernels.sampling.parameter_rows import index_of, neutral_row
+from kernels.sampling.sampling_request import GivenRow, RowSampling, ask, mask_of
 from kernels.shapes import ProbeShapes
 
 _SCALE = 6.0

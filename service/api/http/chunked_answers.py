@@ -12,7 +12,7 @@ import msgspec
 from fastapi.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from adapters.gil_lock import TURNS
+from adapters.gil_lock import GIL_LOCK
 from service.api.http.sse import JsonResponse
 from service.api.threads import in_turn
 
@@ -55,7 +55,7 @@ async def _in_threads(left: Iterator[bytes]) -> AsyncIterator[bytes]:
 
 
 def _next(left: Iterator[bytes]) -> bytes:
-    with TURNS:
+    with GIL_LOCK:
         return next(left, b"")
 
 

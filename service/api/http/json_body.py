@@ -17,7 +17,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 
 from adapters import chunked_json
-from adapters.quota import Shares
+from adapters.quota import ClientQuota
 from service.api.errors import BodyTooLarge, QueueFull
 from service.api.schema.error_messages import bad_request
 from service.api.schema.query import refuse_query
@@ -44,14 +44,14 @@ LARGE_BODIES = FairPool(1, "large-body")
 
 
 class BodyBudget:
-    """The bytes of all bodies that are in memory and not yet parsed, divided as `Shares` are.
+    """The bytes of all bodies that are in memory and not yet parsed, divided as `ClientQuota` are.
 
     most_of_one_bytes  of one payer alone; all together hold twice as much, and as much again of small ones
     always_bytes       what each payer may hold whatever others do
     """
 
     def __init__(self, most_of_one_bytes: int, always_bytes: int = 0) -> None:
-        self._shares = Shares(most_of_one_bytes, small=most_of_one_bytes // 32, always=always_bytes)
+        self._shares = ClientQuota(most_of_one_bytes, small=most_of_one_bytes // 32, always=always_bytes)
 
     @property
     def num_bytes(self) -> int:

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, Field
 
 from adapters.files.paths import DEFAULT_TEMPLATE
-from adapters.gil_lock import in_turns
+from adapters.gil_lock import locked_pieces
 from service.api.access.auth import caller_of
 from service.api.adapter_routes.listing import listing
 from service.api.admission.lengths import MAX_TEXT_CHARS
@@ -140,7 +140,7 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
 
 def _text(tokenizer: TextTokenizer, token_ids: list[int]) -> str:
     starts = range(0, len(token_ids), _TOKENS_PER_PLACE)
-    highest = max(in_turns(max(token_ids[at : at + _TOKENS_PER_PLACE]) for at in starts), default=-1)
+    highest = max(locked_pieces(max(token_ids[at : at + _TOKENS_PER_PLACE]) for at in starts), default=-1)
     if highest >= tokenizer.vocab_size:
         last = tokenizer.vocab_size - 1
         raise BadRequest(f"`tokens` holds {highest}, but the vocabulary ends at {last}.", param="tokens")

@@ -17,7 +17,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, PydanticKnownError
 
-from adapters.gil_lock import in_turns
+from adapters.gil_lock import locked_pieces
 from service.api.schema.unserved_fields import UnservedField
 
 MAX_FIELDS = 256  # of any object of a request
@@ -59,7 +59,7 @@ def in_pieces(most: int | None = None) -> WrapValidator:
             length = {"field_type": "List", "max_length": most, "actual_length": len(value)}
             raise PydanticKnownError("too_long", length)
         checked: list[Any] = []
-        for piece in in_turns(_pieces(value, validate_list)):
+        for piece in locked_pieces(_pieces(value, validate_list)):
             checked += piece
         return checked
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from adapters.quota import Shares
+from adapters.quota import ClientQuota
 from service.api.errors import QueueFull
 from service.fairness.client_identity import PAYER
 
@@ -79,7 +79,7 @@ class UploadPlaces:
     """
 
     def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._shares = Shares(max(1, most // 2), small=1)
+        self._shares = ClientQuota(max(1, most // 2), small=1)
         self._clock = clock
         self._open: list[UploadPlace] = []  # the oldest first
         self._given_back = asyncio.Event()  # another one for each place

@@ -27,7 +27,7 @@ from functools import partial
 from typing import Any
 
 from service.engine.ipc.messages import Tier
-from service.engine.loras.interfaces import CopyMark, HostSource, Loader, Rows
+from service.engine.loras.interfaces import CopyEvent, HostSource, Loader, Rows
 from service.engine.step_records import MAX_RECORDS
 
 
@@ -71,7 +71,7 @@ class ReadEnd:
 
 @dataclass(slots=True)
 class _Copying:
-    mark: CopyMark
+    mark: CopyEvent
     began_seconds: float
     num_bytes: int
     num_steps: int = 0
@@ -190,7 +190,7 @@ class Residency:
         self._to(digest, AdapterState.COPYING)
         self.rows.hold(digest, True)
         self._copying[digest] = _Copying(mark, began_seconds, host.num_bytes)
-        if mark.is_reached():
+        if mark.is_completed():
             self._publish(digest)
         else:
             self._wake()
@@ -236,7 +236,7 @@ class Residency:
         long, the device does."""
         for digest, copying in list(self._copying.items()):
             copying.num_steps += 1
-            if is_idle or copying.num_steps >= _MAX_STEPS_COPYING or copying.mark.is_reached():
+            if is_idle or copying.num_steps >= _MAX_STEPS_COPYING or copying.mark.is_completed():
                 self._publish(digest)
         ends = []
         while not self._ended.empty():

@@ -32,7 +32,7 @@ class StepSizes:
     has_lora       any token uses an adapter
     window_rows    rows that the window behind the base weights must hold, and once padded its length (see
                    `kernels.lora_window`); 0: there is none, or shrink and expand are kernels of their own
-    side           see `service.engine.step.maps.side_lines`; () where adapters have nothing but rows
+    side           see `service.engine.step.maps.non_lora_lines`; () where adapters have nothing but rows
     """
 
     num_tokens: int

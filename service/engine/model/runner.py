@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from adapters.layout import SIDE_GROUPS
+from adapters.layout import NON_LORA_GROUPS
 from kernels.platform import Platform
 from kernels.row_scatter import ops as row_scatter_ops
 from kernels.sampling import ops as sampling_ops
@@ -34,7 +34,7 @@ class Capacity:
     """The model and its caches in numbers. num_blocks and num_slots include the null block and the null slot.
 
     max_blocks                        of one sequence
-    num_groups, side_groups           see `RowPlan.groups`, and where among them what is no row stands
+    num_groups, non_lora_groups           see `RowPlan.groups`, and where among them what is no row stands
     row_element_bytes, row_alignment  of the LoRA rows, 0 where LoRA is off
     num_window_rows                   LoRA rows behind the base weights; 0 where they stand by themselves
     swaps_rows                        rows of adapters that run are brought to where windows are short
@@ -56,7 +56,7 @@ class Capacity:
     row_alignment: int = 0
     num_window_rows: int = 0
     swaps_rows: bool = False
-    side_groups: Mapping[str, int] = field(default_factory=dict)
+    non_lora_groups: Mapping[str, int] = field(default_factory=dict)
 
 
 class Runner(Protocol):
@@ -246,9 +246,9 @@ def capacity_of(loaded: LoadedModel, config: EngineConfig, platform: Platform) -
     context = spec.context_tokens
     if config.max_model_len_tokens is not None:
         context = min(config.max_model_len_tokens, spec.longest_context_tokens)
-    has_side = config.row_bytes > 0 and config.side_bytes > 0
-    side: tuple[str, ...] = SIDE_GROUPS if has_side else ()
-    side_groups = {group: len(loaded.layout.groups) + index for index, group in enumerate(side)}
+    has_non_lora = config.row_bytes > 0 and config.side_bytes > 0
+    side: tuple[str, ...] = NON_LORA_GROUPS if has_non_lora else ()
+    non_lora_groups = {group: len(loaded.layout.groups) + index for index, group in enumerate(side)}
     longest = min(context, num_blocks * config.block_size_tokens)
     return Capacity(
         vocab_size=spec.vocab_size,
@@ -259,8 +259,8 @@ def capacity_of(loaded: LoadedModel, config: EngineConfig, platform: Platform) -
         max_blocks=-(-longest // config.block_size_tokens),
         num_slots=1 + num_slots,
         has_conv=spec.has_states,
-        num_groups=len(loaded.layout.groups) + len(side_groups),
-        side_groups=side_groups,
+        num_groups=len(loaded.layout.groups) + len(non_lora_groups),
+        non_lora_groups=non_lora_groups,
         num_window_rows=loaded.model.num_window_rows,
         swaps_rows=loaded.model.num_window_rows > 0 and platform.swaps_at_once,
         has_length_limits=spec.needs_rope_limits,

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kernels.sampling.asked import mask_of
+from kernels.sampling.sampling_request import mask_of
 from service.engine.ipc.messages import Sampling
 from service.engine.sequences.token_rules import TokenRules
 from service.grammars.matching import error_of

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from adapters.non_lora_plan import side_bytes_for
+from adapters.non_lora_plan import non_lora_bytes_for
 from service.engine.ipc.config import EngineConfig, EngineOptions, default_block_size_tokens
 from service.models.errors import ModelError
 
@@ -50,8 +50,8 @@ class ModelSizes:
     state_bytes_per_line  of convolution, in all layers
     row_bytes             one LoRA row in all layers and projections
     bytes_per_step_token  most that a step holds for a token at the same time, beside logits
-    side_line_bytes       magnitudes, biases and norms of one adapter, in all projections
-    side_table_bytes      an embedding and a head of one adapter
+    non_lora_line_bytes       magnitudes, biases and norms of one adapter, in all projections
+    non_lora_table_bytes      an embedding and a head of one adapter
     logits_bytes          of one row, float32
     context_tokens        of the longest request
     max_kv_tokens         most tokens of a KV cache that the device's attention takes; None: any number
@@ -63,8 +63,8 @@ class ModelSizes:
     bytes_per_step_token: int
     logits_bytes: int
     context_tokens: int
-    side_line_bytes: int = 0
-    side_table_bytes: int = 0
+    non_lora_line_bytes: int = 0
+    non_lora_table_bytes: int = 0
     max_kv_tokens: int | None = None
 
 
@@ -162,11 +162,11 @@ def budgets_behind_graphs(
 def _side_bytes(sizes: ModelSizes, device_type: str, most_bytes: int) -> int:
     """Where nobody says: a CPU's memory is taken when it is used, a device's at the start. There tables, each as large
     as the base's, are had where they are a small part of what is left."""
-    line_bytes, table_bytes = sizes.side_line_bytes, sizes.side_table_bytes
+    line_bytes, table_bytes = sizes.non_lora_line_bytes, sizes.non_lora_table_bytes
     if device_type == "cpu":
         return min(most_bytes, CPU_SIDE_BYTES, 1000 * line_bytes)
     for num_tables in range(SIDE_TABLES, 0, -1):
-        wanted = side_bytes_for(line_bytes, table_bytes, num_lines=SIDE_LINES, num_tables=num_tables)
+        wanted = non_lora_bytes_for(line_bytes, table_bytes, num_lines=SIDE_LINES, num_tables=num_tables)
         if wanted <= most_bytes:
             return wanted
     return min(most_bytes, (1 + SIDE_LINES) * line_bytes)

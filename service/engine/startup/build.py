@@ -15,7 +15,7 @@ import torch
 
 from adapters.memory.host_tier import HostTier
 from adapters.memory.row_pool import RowPool
-from adapters.non_lora_plan import side_unit_bytes
+from adapters.non_lora_plan import non_lora_unit_bytes
 from adapters.row_plan import row_bytes
 from kernels.compile_ahead import warm_up_ahead
 from kernels.lora.max_rank import MAX_KERNEL_RANK
@@ -233,13 +233,13 @@ def sizes_of(options: EngineOptions, device: str) -> ModelSizes:
     spec, dtype = _spec_and_dtype(options, device)
     platform = in_use(torch.device(device))
     layout, row_element_bytes = layout_of_spec(spec), platform.row_dtype(dtype).itemsize
-    rows, units = row_bytes(layout, row_element_bytes), side_unit_bytes(layout, row_element_bytes)
+    rows, units = row_bytes(layout, row_element_bytes), non_lora_unit_bytes(layout, row_element_bytes)
     return ModelSizes(
         kv_bytes_per_token=kv_bytes_per_token(spec, dtype),
         state_bytes_per_line=state_bytes_per_line(spec, dtype),
         row_bytes=sum(size for group, size in rows.items() if group != "embeddings"),
-        side_line_bytes=units["vectors"] + units["norms"],
-        side_table_bytes=units["saved_embedding"] + units["saved_head"],
+        non_lora_line_bytes=units["vectors"] + units["norms"],
+        non_lora_table_bytes=units["saved_embedding"] + units["saved_head"],
         # The residual stream, its norm, a projection's output and what is computed from that; LoRA's h and maps.
         bytes_per_step_token=4 * (spec.hidden_size + spec.widest_projection) * dtype.itemsize,
         logits_bytes=4 * spec.vocab_size,

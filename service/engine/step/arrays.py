@@ -17,7 +17,7 @@ import torch
 from kernels.arrays import Array, Layout, declared
 from kernels.attention_maps import AttentionArrays
 from kernels.lora.maps import LoraArrays, LoraSizes
-from kernels.lora.side import SideArrays
+from kernels.lora.non_lora import NonLoraArrays
 from kernels.sampling.maps import SamplingArrays, SamplingFacts
 from service.engine.ipc.messages import MAX_ENDINGS, MAX_LOGIT_BIASES, MAX_LOGPROB_TOKEN_IDS
 from service.engine.model.padding import StepSizes
@@ -31,7 +31,7 @@ class InputLimits:
     token_budget, max_sequences, max_blocks  the largest step, and the longest sequence in blocks
     max_logits_rows    the most rows of logits that a step yields
     num_groups         of LoRA rows and of what adapters have beside them; see `RowPlan.groups`
-    side_groups        of these, where each stands among them
+    non_lora_groups        of these, where each stands among them
     """
 
     token_budget: int
@@ -43,7 +43,7 @@ class InputLimits:
     has_conv: bool
     has_length_limits: bool
     device: torch.device
-    side_groups: Mapping[str, int] = field(default_factory=dict)
+    non_lora_groups: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         most = min(self.token_budget, self.max_logits_rows)
@@ -53,7 +53,7 @@ class InputLimits:
     def largest_sizes(self) -> StepSizes:
         """No array of a step is larger than with these."""
         num_sequences = max(self.max_sequences, min(self.token_budget, self.max_logits_rows))
-        side = tuple((group, 1) for group in self.side_groups)
+        side = tuple((group, 1) for group in self.non_lora_groups)
         return StepSizes(
             self.token_budget, num_sequences, self.max_logits_rows, self.max_blocks, False, True, side=side
         )
@@ -86,7 +86,7 @@ class AdapterArrays(Generic[Array]):
     """Where the adapters of a step's tokens stand, or of its rows of logits. side: see `LoraMaps`."""
 
     lora: LoraArrays[Array]
-    side: SideArrays[Array] | None
+    side: NonLoraArrays[Array] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,5 +136,5 @@ def _adapter_arrays(
     side = frozenset(group for group, _ in sizes.side)
     lora_sizes = LoraSizes(num_tokens, limits.max_sequences, limits.num_groups, side)
     return AdapterArrays(
-        layout.add(LoraArrays[Array], lora_sizes), layout.add(SideArrays[Array], lora_sizes) if side else None
+        layout.add(LoraArrays[Array], lora_sizes), layout.add(NonLoraArrays[Array], lora_sizes) if side else None
     )

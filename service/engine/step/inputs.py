@@ -22,10 +22,10 @@ import torch
 from kernels.arrays import HostArray, Layout, by_name, in_host, in_nothing, in_tensor, number_dtype
 from kernels.attention_maps import AttentionArrays
 from kernels.lora.maps import LoraArrays, LoraMaps, Segment
-from kernels.lora.side import SideArrays, SideLines
+from kernels.lora.non_lora import NonLoraArrays, NonLoraLines
 from kernels.query_starts import QueryStarts
-from kernels.sampling.asked import Asked
 from kernels.sampling.maps import SamplingFacts
+from kernels.sampling.sampling_request import Asked
 from service.engine.model.padding import TOKEN_SIZES, StepSizes
 from service.engine.step import maps
 from service.engine.step.arrays import AdapterArrays, InputLimits, SamplerArrays, StepArrays, step_arrays
@@ -113,7 +113,7 @@ class StepInputs:
             row_segments = maps.segments_of(chunks, [chunk.num_logits for chunk in chunks])
         for adapters, its in ((arrays.adapters, segments), (arrays.rows_adapters, row_segments)):
             if adapters is not None:
-                maps.fill_adapters(adapters, its, self._limits.side_groups)
+                maps.fill_adapters(adapters, its, self._limits.non_lora_groups)
         if asked is not None and sampler is not None:
             asked.fill(sampler.host[self._turn])
             sampler.host[self._turn].sampled_slots.put(sampled_slots)
@@ -221,7 +221,7 @@ def _lora_maps(
         return None
     lines = None
     if arrays.side is not None:
-        lines = SideLines(**by_name(arrays.side, SideArrays), num_heads=dict(sizes.side).get("saved_head", 0))
+        lines = NonLoraLines(**by_name(arrays.side, NonLoraArrays), num_heads=dict(sizes.side).get("saved_head", 0))
     return LoraMaps(
         **by_name(arrays.lora, LoraArrays),
         segments=segments,

@@ -23,7 +23,7 @@ from service.engine.scheduling.kv_blocks import BlockPool
 from service.engine.sequences.sequence import ScheduledChunk
 from service.engine.step.arrays import InputLimits, SamplerArrays
 from service.engine.step.inputs import StepInputs
-from service.engine.step.maps import BASE, IN_FLIGHT, ChunkInput, adapter_order, is_all_decode, side_lines
+from service.engine.step.maps import BASE, IN_FLIGHT, ChunkInput, adapter_order, is_all_decode, non_lora_lines
 from service.engine.step.outputs import StepSampling, sampling_of
 from service.engine.step.pooling import PooledStep, Pools
 from service.engine.step.request_table import RequestTable
@@ -81,7 +81,7 @@ class StepLauncher:
                 max_logits_rows=padded_tokens(config.max_sequences) + config.max_prompt_logits,
                 block_size=config.block_size_tokens,
                 num_groups=capacity.num_groups,
-                side_groups=capacity.side_groups,
+                non_lora_groups=capacity.non_lora_groups,
                 has_conv=capacity.has_conv,
                 has_length_limits=capacity.has_length_limits,
                 device=capacity.device,
@@ -197,7 +197,7 @@ class StepLauncher:
             all_decode=all_decode,
             has_lora=any(chunk.place != BASE for chunk in inputs),
             window_rows=self._window_rows(adapters),
-            side=side_lines(inputs, self._runner.capacity.side_groups),
+            side=non_lora_lines(inputs, self._runner.capacity.non_lora_groups),
         )
 
     def _window_rows(self, adapters: frozenset[str]) -> int:

@@ -136,9 +136,9 @@ def fill_adapters(arrays: AdapterArrays[HostArray], segments: Sequence[Segment],
             array.put(np.repeat(lines, lengths))
 
 
-def side_lines(chunks: Sequence[ChunkInput], groups: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
-    """The side groups that adapters of the chunks are in, each with what a captured step must know of it: of heads how
-    many tables it multiplies with."""
+def non_lora_lines(chunks: Sequence[ChunkInput], groups: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    """The non-LoRA groups used by the chunks' adapters, each with the number that a captured step depends on: for
+    heads, how many tables it multiplies with."""
     found = []
     for group, index in groups.items():
         highest = max((chunk.first_rows[index] + 1 for chunk in chunks if chunk.place != BASE), default=0)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kernels.sampling.asked import MASK_FOLLOWS, Asked, GivenRow, RowSampling, ask
 from kernels.sampling.results import Choice, read
+from kernels.sampling.sampling_request import MASK_FOLLOWS, Asked, GivenRow, RowSampling, ask
 from kernels.sampling.scored_token import ScoredToken
 from service.engine.ipc.messages import Tokens
 from service.engine.sequences.sequence import ScheduledChunk, Sequence

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels.lora.maps import LoraMaps
-from kernels.lora.side import own_head_norms
+from kernels.lora.non_lora import own_head_norms
 from kernels.rotary_kv.gates import without_gates
 from service.models.layers.projection import RowSource, side_of
 from service.models.layers.weights import Weights
@@ -18,7 +18,7 @@ class HeadNorm:
     def __init__(self, name: str, weight: torch.Tensor) -> None:
         self.name = name
         self.weight = weight
-        self.own: torch.Tensor | None = None  # of adapters, by line; see `kernels.lora.side`
+        self.own: torch.Tensor | None = None  # of adapters, by line; see `kernels.lora.non_lora`
 
     def bind_rows(self, rows: RowSource) -> None:
         """Weights that adapters have in the place of its own."""

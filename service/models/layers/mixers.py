@@ -13,7 +13,7 @@ from kernels.gated_delta import ops as gated_delta_ops
 from kernels.gated_delta.ops import gated_delta_decode, gated_delta_prefill
 from kernels.gated_delta.parts import gated_norm
 from kernels.lora.maps import LoraMaps
-from kernels.lora.side import own_norm
+from kernels.lora.non_lora import own_norm
 from kernels.paged_attention import ops as paged_attention_ops
 from kernels.paged_attention.ops import paged_attention
 from kernels.rms_norm import ops as rms_norm_ops
@@ -41,7 +41,7 @@ class RmsNorm:
         self.name = name
         self.weight = _norm_weight(weights, name, spec)
         self._eps = spec.norm_eps
-        # Of adapters, by line, and the weight that a norm has before theirs; see `kernels.lora.side`.
+        # Of adapters, by line, and the weight that a norm has before theirs; see `kernels.lora.non_lora`.
         self._own: torch.Tensor | None = None
         self._ones: torch.Tensor | None = None
 

@@ -12,8 +12,8 @@ from torch.nn import functional
 from kernels.activation import Activation
 from kernels.linear.ops import PackedWeight, append_rows, linear
 from kernels.lora.maps import LoraMaps, LoraStack
+from kernels.lora.non_lora import NonLoraLines, NonLoraVectors, own_embedding, own_head, scale_and_shift
 from kernels.lora.ops import lora_embedding, lora_linear
-from kernels.lora.side import SideLines, SideVectors, own_embedding, own_head, scale_and_shift
 from kernels.lora_window.ops import lora_expand_window, swiglu_window
 from kernels.swiglu.ops import swiglu
 
@@ -24,7 +24,7 @@ class Sides(Protocol):
     """
 
     @property
-    def vectors(self) -> Mapping[str, SideVectors]: ...
+    def vectors(self) -> Mapping[str, NonLoraVectors]: ...
 
     @property
     def norms(self) -> Mapping[str, torch.Tensor]: ...
@@ -46,7 +46,7 @@ class RowSource(Protocol):
         ...
 
 
-def side_of(lora: LoraMaps | None) -> SideLines | None:
+def side_of(lora: LoraMaps | None) -> NonLoraLines | None:
     """Lines of the step, None if no adapter in it has anything beside rows."""
     return None if lora is None else lora.side
 
@@ -58,7 +58,7 @@ class Projection:
         self.name = name
         self.weight = weight
         self._stack: LoraStack | None = None
-        self._vectors: SideVectors | None = None
+        self._vectors: NonLoraVectors | None = None
         self._tables: torch.Tensor | None = None
         self._squares: torch.Tensor | None = None
 
@@ -120,7 +120,7 @@ class Projection:
         num_columns = self.weight.out_features + (0 if behind is None else window_rows * behind.num_slices)
         return memory[: num_tokens * num_columns].view(num_tokens, num_columns)
 
-    def _own(self, x: torch.Tensor, out: torch.Tensor, side: SideLines) -> torch.Tensor:
+    def _own(self, x: torch.Tensor, out: torch.Tensor, side: NonLoraLines) -> torch.Tensor:
         """The outputs with what adapters have beside rows."""
         if side.vectors is not None:
             assert self._vectors is not None, f"{self.name} has no vectors, but adapters of the step have"
@@ -177,7 +177,7 @@ class TokenEmbedding:
         self.name = name
         self.table = table
         self._stack: LoraStack | None = None
-        self._vectors: SideVectors | None = None
+        self._vectors: NonLoraVectors | None = None
         self._tables: torch.Tensor | None = None
         self._squares: torch.Tensor | None = None
 

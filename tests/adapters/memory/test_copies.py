@@ -122,7 +122,7 @@ def test_steps_wait_for_a_copy_only_if_it_is_used_before_it_has_ended() -> None:
     stream = FakeStream()
     pool = pool_of(stream)
     marks = [pool.load(name, make_host_adapter(LAYOUT, name, {"q": 16})) for name in "ab"]
-    assert [mark is not None and mark.is_reached() for mark in marks] == [False, False]
+    assert [mark is not None and mark.is_completed() for mark in marks] == [False, False]
     stream.num_reached = 1
     stream.events.clear()
     for mark in marks:

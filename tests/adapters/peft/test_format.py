@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from adapters.errors import AdapterError, Malformed, Unsupported
 from adapters.files.safetensors_header import CHUNK_BYTES, MAX_TENSORS, header_bytes, read_chunks, read_header
-from adapters.gil_lock import TURNS
+from adapters.gil_lock import GIL_LOCK
 from tests.support.adapter_files import file_bytes, safetensors_bytes
 from tests.support.tiers import examples
 
@@ -115,10 +115,10 @@ def header_of(num_tensors: int) -> bytes:
 
 def test_a_long_header_is_read_in_pieces(tmp_path: Path) -> None:
     """Tensors in the order of their data, whatever that of the header."""
-    header, num_pieces = header_of(20_000), TURNS.num_pieces
+    header, num_pieces = header_of(20_000), GIL_LOCK.num_pieces
     tensors = read_header(write(tmp_path, file_bytes(header, bytes(80_000))))
     assert list(tensors) == [f"layers.{number}.lora_A.weight" for number in range(20_000)]
-    assert TURNS.num_pieces - num_pieces > len(header) // PIECE_BYTES
+    assert GIL_LOCK.num_pieces - num_pieces > len(header) // PIECE_BYTES
 
 
 @pytest.mark.parametrize(
@@ -133,10 +133,10 @@ def test_a_long_header_is_read_in_pieces(tmp_path: Path) -> None:
     ],
 )
 def test_long_headers_are_refused_for_the_same_reasons(tmp_path: Path, header: bytes, says: str) -> None:
-    num_pieces = TURNS.num_pieces
+    num_pieces = GIL_LOCK.num_pieces
     with pytest.raises(Malformed, match=says):
         read_header(write(tmp_path, file_bytes(header, bytes(80_000))))
-    assert TURNS.num_pieces - num_pieces > len(header) // PIECE_BYTES // 2
+    assert GIL_LOCK.num_pieces - num_pieces > len(header) // PIECE_BYTES // 2
 
 
 @pytest.mark.parametrize("dtype", ["F64", "I64", "F8_E4M3", "BOOL", "f32", ["F32"], None])

@@ -19,7 +19,7 @@ from adapters.errors import Conflict, NotFound, StoreBusy
 from adapters.files.disk import StoreFiles
 from adapters.files.name_versions import Change
 from adapters.store import housekeeping, shared_log
-from adapters.store.shared_log import Sharing
+from adapters.store.shared_log import SharedLog
 from adapters.store.sqlite_index import Query
 from adapters.store.store import AdapterStore, StoreLimits
 from tests.support.adapter_files import (
@@ -140,10 +140,10 @@ def test_a_name_that_comes_back_keeps_its_files(stores: Two) -> None:
 _KILLED_IN_A_CHANGE = """
 import os, signal, sys
 from pathlib import Path
-from adapters.store.shared_log import Sharing
+from adapters.store.shared_log import SharedLog
 
 store_dir = Path(sys.argv[1])
-sharing = Sharing(store_dir)
+sharing = SharedLog(store_dir)
 with sharing.turn():
     sharing.begin_log()
     with sharing.announced("mine"):
@@ -207,9 +207,9 @@ def test_files_of_deleted_adapters_go_on_a_full_disk(stores: Two, monkeypatch: p
 def test_a_disk_that_refuses_signs_of_life_is_told_of_once(
     root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    say, attempts, is_full = Sharing.say, threading.Semaphore(0), threading.Event()
+    say, attempts, is_full = SharedLog.say, threading.Semaphore(0), threading.Event()
 
-    def say_on_that_disk(self: Sharing, held: Iterable[str]) -> None:
+    def say_on_that_disk(self: SharedLog, held: Iterable[str]) -> None:
         attempts.release()
         if is_full.is_set():
             raise OSError(errno.ENOSPC, "No space left on device", "members")
@@ -219,7 +219,7 @@ def test_a_disk_that_refuses_signs_of_life_is_told_of_once(
         for _ in range(4):
             assert attempts.acquire(timeout=LIMIT_SECONDS)
 
-    monkeypatch.setattr(Sharing, "say", say_on_that_disk)
+    monkeypatch.setattr(SharedLog, "say", say_on_that_disk)
     monkeypatch.setattr(housekeeping, "HOUSE_SECONDS", 0.001)
     caplog.set_level(logging.INFO, logger=housekeeping.log.name)
     store = _open(root)
@@ -241,7 +241,7 @@ def test_a_server_that_stands_still_in_its_turn_blocks_changes_and_no_look_up(
     monkeypatch.setattr(shared_log, "TURN_SECONDS", 0.05)
     one, other = stores
     upload_small(one, LAYOUT, "mine", seed=1)
-    standing = Sharing(next(root.iterdir()))
+    standing = SharedLog(next(root.iterdir()))
     with standing.turn():
         assert other.get("mine").name == "mine"
         with pytest.raises(StoreBusy, match="try again"):

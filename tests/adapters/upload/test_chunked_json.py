@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from adapters import chunked_json
 from adapters.chunked_json import parsed
-from adapters.gil_lock import TURNS
+from adapters.gil_lock import GIL_LOCK
 from tests.support.tiers import examples
 
 MIB, PIECE_BYTES = 1 << 20, 1 << 14
@@ -108,9 +108,9 @@ def test_no_piece_is_longer_than_it_may_be(name: str) -> None:
         lengths.append(len(piece))
         return whole(piece)
 
-    before = TURNS.num_pieces
+    before = GIL_LOCK.num_pieces
     assert parsed(text, parse) == whole(text)
-    assert TURNS.num_pieces - before >= len(text) // PIECE_BYTES, "a turn for each"
+    assert GIL_LOCK.num_pieces - before >= len(text) // PIECE_BYTES, "a turn for each"
     assert max(lengths, default=0) <= PIECE_BYTES + 2, "with the quotes or brackets around it"
 
 

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 from pydantic import ValidationError
 
-from kernels.sampling.asked import Asked, RowSampling, ask
 from kernels.sampling.parameter_rows import row_of
 from kernels.sampling.parameters import PARAMETERS, Parameter
+from kernels.sampling.sampling_request import Asked, RowSampling, ask
 from service.api.admission.sampling import NEUTRAL, build_sampling, model_defaults
 from service.api.admission.token_lists import TokenLists, token_lists
 from service.api.schema.requests import ChatRequest, CompletionRequest

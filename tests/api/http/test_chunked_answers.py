@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from adapters.gil_lock import TURNS
+from adapters.gil_lock import GIL_LOCK
 from service.api.http.chunked_answers import json_answer, pieces
 from service.api.threads import NUM_THREADS, in_turn
 from service.fairness.client_identity import PAYER
@@ -98,10 +98,10 @@ def test_an_answer_s_pieces_are_made_in_its_payer_s_threads_and_in_turns_at_pyth
         flood = [asyncio.create_task(in_turn(go.wait, LIMIT_SECONDS)) for _ in range(NUM_THREADS)]
         await asyncio.sleep(0)
         late = asyncio.create_task(body_of("flood"))
-        num_before = TURNS.num_pieces
+        num_before = GIL_LOCK.num_pieces
         try:
             assert json.loads(await body_of("other")) == LONG
-            assert TURNS.num_pieces - num_before >= len(list(pieces(LONG)))
+            assert GIL_LOCK.num_pieces - num_before >= len(list(pieces(LONG)))
             assert not late.done()
         finally:
             go.set()

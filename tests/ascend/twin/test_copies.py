@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from adapters.memory import row_pool
-from adapters.memory.copy_stream import REACHED, Mark
+from adapters.memory.copy_stream import COMPLETED, CopyEvent
 from adapters.memory.slab import HostAdapter
 from service.engine.step import launcher
 from service.engine.step.inputs import StepInputs
@@ -66,10 +66,10 @@ class MadeUpStream:
     def after_steps(self) -> None:
         pass
 
-    def mark(self) -> Mark:
-        return REACHED
+    def mark(self) -> CopyEvent:
+        return COMPLETED
 
-    def before_steps(self, mark: Mark) -> None:
+    def before_steps(self, mark: CopyEvent) -> None:
         pass
 
 

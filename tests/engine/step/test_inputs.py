@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.sampling.asked import Asked, GivenRow, RowSampling, ask
 from kernels.sampling.maps import SamplingArrays
 from kernels.sampling.parameter_rows import index_of, neutral_row
+from kernels.sampling.sampling_request import Asked, GivenRow, RowSampling, ask
 from service.engine.ipc.messages import MAX_ENDINGS, MAX_LOGIT_BIASES
 from service.engine.model.padding import StepSizes
 from service.engine.step.arrays import InputLimits, SamplerArrays

@@ -21,12 +21,12 @@ from tokenizers.models import BPE
 
 from adapters.errors import RowsExceeded
 from adapters.layout import Group
-from adapters.memory.copy_stream import REACHED
+from adapters.memory.copy_stream import COMPLETED
 from adapters.memory.row_pool import PoolUsage
 from service.engine.engine import Engine, Event
 from service.engine.ipc.config import EngineConfig
 from service.engine.ipc.messages import Finished, Sampling, Submit, Tokens
-from service.engine.loras.interfaces import CopyMark
+from service.engine.loras.interfaces import CopyEvent
 from service.engine.model.graphs import CapturedSteps
 from service.engine.model.padding import StepSizes
 from service.engine.model.runner import Capacity
@@ -80,7 +80,7 @@ class SlowMarks:
     def __init__(self) -> None:
         self.num_reached = self.num_made = 0
 
-    def __call__(self) -> CopyMark:
+    def __call__(self) -> CopyEvent:
         self.num_made += 1
         return _SlowMark(self, self.num_made)
 
@@ -90,7 +90,7 @@ class _SlowMark:
         self._marks = marks
         self._number = number
 
-    def is_reached(self) -> bool:
+    def is_completed(self) -> bool:
         return self._number <= self._marks.num_reached
 
 
@@ -105,13 +105,13 @@ class MockRows:
     held: set[str] = field(default_factory=set)
     evicted: list[str] = field(default_factory=list)
     loads: int = 0
-    new_mark: Callable[[], CopyMark] = lambda: REACHED
+    new_mark: Callable[[], CopyEvent] = lambda: COMPLETED
 
     @staticmethod
     def size(digest: str) -> int:
         return MockWeights(digest).rows[GROUP]
 
-    def load(self, digest: str, host_adapter: object, *, may_evict: bool = True) -> CopyMark | None:
+    def load(self, digest: str, host_adapter: object, *, may_evict: bool = True) -> CopyEvent | None:
         assert host_adapter == MockWeights(digest)
         self.check_size(MockWeights(digest).rows)
         idle = [other for other in self.residents if not self.pins.get(other) and other not in self.held]

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from adapters.memory.copy_stream import Mark
+from adapters.memory.copy_stream import CopyEvent
 
 
 class FakeMark:
@@ -16,7 +16,7 @@ class FakeMark:
         self.stream = stream
         self.number = len(stream.marks)
 
-    def is_reached(self) -> bool:
+    def is_completed(self) -> bool:
         return self.number < self.stream.num_reached
 
 
@@ -41,12 +41,12 @@ class FakeStream:
     def after_steps(self) -> None:
         self.events.append("copies wait for steps")
 
-    def mark(self) -> Mark:
+    def mark(self) -> CopyEvent:
         self.marks.append(FakeMark(self))
         self.events.append("mark")
         return self.marks[-1]
 
-    def before_steps(self, mark: Mark) -> None:
+    def before_steps(self, mark: CopyEvent) -> None:
         assert isinstance(mark, FakeMark)
         self.events.append(f"steps wait for mark {mark.number}")
 

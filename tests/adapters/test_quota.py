@@ -6,12 +6,12 @@ import random
 
 import pytest
 
-from adapters.quota import NUM_SMALL, Shares
+from adapters.quota import NUM_SMALL, ClientQuota
 
 MIB = 1 << 20
 
 
-def fill(shares: Shares, payer: str, largest: int) -> int:
+def fill(shares: ClientQuota, payer: str, largest: int) -> int:
     """Let a payer take all that it may, in pieces from the largest to single ones. Returns how much."""
     count = largest
     while count:
@@ -21,7 +21,7 @@ def fill(shares: Shares, payer: str, largest: int) -> int:
 
 
 def test_one_alone_has_its_most_and_others_halves() -> None:
-    shares = Shares(32)
+    shares = ClientQuota(32)
     assert [fill(shares, f"p{index}", 64) for index in range(6)] == [32, 16, 8, 4, 2, 1]
     shares.give_back("p0", 32)
     assert fill(shares, "p6", 64) == 16
@@ -29,7 +29,7 @@ def test_one_alone_has_its_most_and_others_halves() -> None:
 
 @pytest.mark.parametrize("num_payers", [2, 8, 64])
 def test_a_newcomer_gets_in_whoever_holds_what_it_can(num_payers: int) -> None:
-    bodies, uploads = Shares(32 * MIB, small=MIB, always=MIB >> 4), Shares(8, small=1)
+    bodies, uploads = ClientQuota(32 * MIB, small=MIB, always=MIB >> 4), ClientQuota(8, small=1)
     for index in range(num_payers):
         assert fill(bodies, f"p{index}", 64 * MIB) >= MIB
         assert fill(uploads, f"p{index}", 16) >= 1
@@ -40,7 +40,7 @@ def test_a_newcomer_gets_in_whoever_holds_what_it_can(num_payers: int) -> None:
 
 
 def test_what_is_always_free_is_so_beside_a_thousand() -> None:
-    shares = Shares(32 * MIB, small=MIB, always=MIB >> 4)
+    shares = ClientQuota(32 * MIB, small=MIB, always=MIB >> 4)
     for index in range(1024):
         assert fill(shares, f"p{index}", 64 * MIB) >= MIB >> 4
     assert shares.take("newcomer", MIB >> 4)
@@ -50,7 +50,7 @@ def test_what_is_always_free_is_so_beside_a_thousand() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_random_payers_stay_within_the_bounds(seed: int) -> None:
-    shares, rng, held = Shares(64, small=2, always=1), random.Random(seed), dict[str, int]()
+    shares, rng, held = ClientQuota(64, small=2, always=1), random.Random(seed), dict[str, int]()
     for _ in range(5000):
         payer, count = f"p{rng.randrange(300)}", rng.choice((1, 1, 2, 5, 40))
         mine = held.get(payer, 0)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from adapters.errors import Conflict, QuotaExceeded
 from adapters.files.name_versions import NameRecord, Quota, Version, are_twins
-from adapters.store.quota_usage import Owned
+from adapters.store.quota_usage import QuotaUsage
 
 SIZES = {"a": 1, "b": 20, "c": 300, "d": 4000}
 NAMES = ("t/one", "t/ONE", "t/two", "t/three")
@@ -32,10 +32,10 @@ def test_bytes_names_and_twins_are_those_of_all_names(
 ) -> None:
     """The first changes have been made when it is first asked."""
     names: dict[str, NameRecord] = {}
-    owned: Owned | None = None
+    owned: QuotaUsage | None = None
     for at, (changed, wanted) in enumerate([*made, (name, None)]):
         if at == min(num_before, len(made)):
-            owned = Owned(names, SIZES.__getitem__)
+            owned = QuotaUsage(names, SIZES.__getitem__)
         before = names.pop(changed, None)
         if wanted is not None:
             names[changed] = record_of(wanted)
@@ -57,7 +57,7 @@ def test_bytes_names_and_twins_are_those_of_all_names(
 
 def test_a_change_may_need_more_than_there_is_room_for_where_it_needs_less_than_before() -> None:
     before, after = record_of(["c", "d"]), record_of(["d"])
-    owned = Owned({"t/one": before, "t/two": record_of(["a"])}, SIZES.__getitem__)
+    owned = QuotaUsage({"t/one": before, "t/two": record_of(["a"])}, SIZES.__getitem__)
     owned.refuse_excess(before, after, Quota(0, 0))
     with pytest.raises(QuotaExceeded, match=r"have 4301 bytes.*would have 4321"):
         owned.refuse_excess(before, record_of(["c", "d", "b"]), Quota(0, 0))
@@ -72,7 +72,7 @@ def test_the_size_of_a_content_is_asked_for_once_if_it_can_be_read() -> None:
         asked.append(digest)
         return readable.get(digest, 0)
 
-    owned = Owned({"t/one": record_of(["a"]), "t/two": record_of(["b"])}, size_of)
+    owned = QuotaUsage({"t/one": record_of(["a"]), "t/two": record_of(["b"])}, size_of)
     for _ in range(2):
         owned.refuse_excess(None, record_of(["a"]), Quota(None, 10))
     assert sorted(asked) == ["a", "b", "b"]  # what is damaged may have been uploaded again

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adapters.layout import Group
-from adapters.non_lora_plan import MAX_LINES, MAX_TABLES, plan_side, side_bytes_for, side_unit_bytes
+from adapters.non_lora_plan import MAX_LINES, MAX_TABLES, non_lora_bytes_for, non_lora_unit_bytes, plan_non_lora
 from adapters.row_plan import plan_rows
 from tests.support.adapter_files import small_layout
 
@@ -22,8 +22,8 @@ def units(line_bytes: int, table_bytes: int) -> dict[Group, int]:
 def test_a_budget_for_lines_and_tables_holds_them_and_so_does_each_larger_one(
     line_bytes: int, table_bytes: int, num_lines: int, num_tables: int, more_bytes: int
 ) -> None:
-    num_bytes = side_bytes_for(line_bytes, table_bytes, num_lines=num_lines, num_tables=num_tables)
-    plan = plan_side(units(line_bytes, table_bytes), num_bytes + more_bytes)
+    num_bytes = non_lora_bytes_for(line_bytes, table_bytes, num_lines=num_lines, num_tables=num_tables)
+    plan = plan_non_lora(units(line_bytes, table_bytes), num_bytes + more_bytes)
     assert plan["vectors"] >= num_lines
     assert plan["saved_head"] >= num_tables
 
@@ -42,8 +42,8 @@ def test_a_refusal_names_a_budget_that_takes_the_adapter(rows: dict[str, int]) -
 
 
 def test_lines_are_had_without_tables() -> None:
-    of_layout = side_unit_bytes(small_layout(), 2)
+    of_layout = non_lora_unit_bytes(small_layout(), 2)
     line_bytes = of_layout["vectors"] + of_layout["norms"]
     table_bytes = of_layout["saved_embedding"] + of_layout["saved_head"]
-    plan = plan_side(of_layout, side_bytes_for(line_bytes, table_bytes, num_lines=3))
+    plan = plan_non_lora(of_layout, non_lora_bytes_for(line_bytes, table_bytes, num_lines=3))
     assert plan["vectors"] >= 3

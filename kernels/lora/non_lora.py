@@ -24,7 +24,7 @@ from kernels.arrays import Array, declared
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class SideVectors:
+class NonLoraVectors:
     """Of one (packed) projection: float32 [lines, outputs]. With s and t of a line, an output is s * (base + LoRA) + t.
 
     DoRA (Liu et al., 2024) has s = m / |W + c B A| by rows of the weight, and leaves the base's bias b as it is, hence
@@ -40,7 +40,7 @@ def _lines(name: str) -> Mapping[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class SideArrays(Generic[Array]):
+class NonLoraArrays(Generic[Array]):
     """Lines of the tokens of a step, by `LoraSizes`; None where no token has one, so that nothing is launched."""
 
     vectors: Array | None = field(default=None, metadata=_lines("vectors"))
@@ -50,7 +50,7 @@ class SideArrays(Generic[Array]):
 
 
 @dataclass(frozen=True, slots=True)
-class SideLines(SideArrays[torch.Tensor]):
+class NonLoraLines(NonLoraArrays[torch.Tensor]):
     """The same on the device.
 
     num_heads  tables of heads to multiply with: the highest line among `saved_head`
@@ -59,7 +59,7 @@ class SideLines(SideArrays[torch.Tensor]):
     num_heads: int = 0
 
 
-def scale_and_shift(out: torch.Tensor, vectors: SideVectors, lines: torch.Tensor) -> None:
+def scale_and_shift(out: torch.Tensor, vectors: NonLoraVectors, lines: torch.Tensor) -> None:
     """Change out [tokens, outputs] in place; in float32, rounded once."""
     scale, shift = vectors.scale.index_select(0, lines), vectors.shift.index_select(0, lines)
     out.copy_(torch.addcmul(shift, out.float(), scale))

@@ -6,18 +6,18 @@ import bisect
 import itertools
 import random
 
-from adapters.memory.eviction import MOST_REMEMBERED, OrderedWorths, Worths
+from adapters.memory.eviction import MOST_REMEMBERED, DecayingLfu, HeapDecayingLfu
 from bench.scale.cluster_bounds import hits_of_greedy_dual, hits_of_least_recent, hits_of_worth
 
 
-def _used(worths: Worths, digest: str, num_uses: int) -> None:
+def _used(worths: DecayingLfu, digest: str, num_uses: int) -> None:
     worths.come(digest)
     for _ in range(num_uses):
         worths.use(digest)
 
 
 def test_what_an_adapter_comes_in_for_is_one_use() -> None:
-    worths = Worths(lambda _: 1.0)
+    worths = DecayingLfu(lambda _: 1.0)
     worths.come("a")
     before = worths.of("a")[0]
     worths.use("a")
@@ -27,7 +27,7 @@ def test_what_an_adapter_comes_in_for_is_one_use() -> None:
 
 
 def test_one_that_was_evicted_is_known_when_it_comes_back() -> None:
-    worths = Worths(lambda _: 1.0)
+    worths = DecayingLfu(lambda _: 1.0)
     _used(worths, "often", 5)
     worths.evict("often")
     _used(worths, "once", 1)
@@ -37,7 +37,7 @@ def test_one_that_was_evicted_is_known_when_it_comes_back() -> None:
 
 
 def test_one_that_left_for_another_reason_is_not() -> None:
-    worths = Worths(lambda _: 1.0)
+    worths = DecayingLfu(lambda _: 1.0)
     _used(worths, "often", 5)
     worths.forget("often")
     _used(worths, "often", 1)
@@ -45,7 +45,7 @@ def test_one_that_left_for_another_reason_is_not() -> None:
 
 
 def test_so_many_are_remembered_and_no_more() -> None:
-    worths = Worths(lambda _: 1.0)
+    worths = DecayingLfu(lambda _: 1.0)
     for number in range(2000):  # uses fade slowly beside so many
         worths.come(f"kept-{number}")
     _used(worths, "often", 5)
@@ -58,7 +58,7 @@ def test_so_many_are_remembered_and_no_more() -> None:
 
 
 def test_dear_ones_stay_longer() -> None:
-    worths = Worths({"dear": 10.0, "cheap": 1.0}.__getitem__)
+    worths = DecayingLfu({"dear": 10.0, "cheap": 1.0}.__getitem__)
     _used(worths, "dear", 1)
     _used(worths, "cheap", 3)
     assert worths.of("dear") > worths.of("cheap")
@@ -67,7 +67,7 @@ def test_dear_ones_stay_longer() -> None:
 def test_the_least_is_known_whatever_has_come_gone_and_been_used() -> None:
     chance, kept = random.Random(3), set[str]()
     costs = {str(number): chance.uniform(1.0, 5.0) for number in range(60)}
-    worths = OrderedWorths(costs.__getitem__)
+    worths = HeapDecayingLfu(costs.__getitem__)
     for _ in range(5000):
         digest = chance.choice([*costs])
         if digest not in kept:
@@ -88,7 +88,7 @@ def test_the_least_costs_no_look_at_all_that_are_there() -> None:
         num_asked.append(digest)
         return 1.0
 
-    worths = OrderedWorths(cost_per_size)
+    worths = HeapDecayingLfu(cost_per_size)
     for number in range(2000):
         worths.come(str(number))
     num_asked.clear()

@@ -1,4 +1,4 @@
-"""Turns: one thread at a time is at a piece, and who came first is next."""
+"""FairGilLock: one thread at a time is at a piece, and who came first is next."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from adapters.gil_lock import TURNS, Turns, each_in_turns, in_turns
+from adapters.gil_lock import GIL_LOCK, FairGilLock, locked_batches, locked_pieces
 from tests.support.http.server import wait_for
 
 
 def test_those_that_wait_are_served_in_the_order_in_which_they_came() -> None:
-    turns, served = Turns(), list[int]()
+    turns, served = FairGilLock(), list[int]()
 
     def work(number: int) -> None:
         with turns:
@@ -31,7 +31,7 @@ def test_those_that_wait_are_served_in_the_order_in_which_they_came() -> None:
 
 
 def test_who_goes_on_at_once_is_behind_those_that_wait() -> None:
-    turns, served = Turns(), list[str]()
+    turns, served = FairGilLock(), list[str]()
 
     def other() -> None:
         with turns:
@@ -49,7 +49,7 @@ def test_who_goes_on_at_once_is_behind_those_that_wait() -> None:
 
 
 def test_an_error_ends_the_turn() -> None:
-    turns = Turns()
+    turns = FairGilLock()
     with pytest.raises(ZeroDivisionError), turns:
         raise ZeroDivisionError
     with turns:
@@ -60,15 +60,15 @@ def test_each_item_is_made_in_a_turn_and_used_outside_of_it() -> None:
     def items() -> Iterator[int]:
         yield from range(3)
 
-    before, seen = TURNS.num_pieces, list[int]()
-    for item in in_turns(items()):
-        with TURNS:  # would wait for ever inside of another turn
+    before, seen = GIL_LOCK.num_pieces, list[int]()
+    for item in locked_pieces(items()):
+        with GIL_LOCK:  # would wait for ever inside of another turn
             seen.append(item)
     assert seen == [0, 1, 2]
-    assert TURNS.num_pieces - before == 3 + 3 + 1  # one found out that there is no more
+    assert GIL_LOCK.num_pieces - before == 3 + 3 + 1  # one found out that there is no more
 
 
 def test_cheap_items_are_made_hundreds_in_a_turn() -> None:
-    before = TURNS.num_pieces
-    assert list(each_in_turns(iter(range(2000)))) == list(range(2000))
-    assert 4 <= TURNS.num_pieces - before <= 8
+    before = GIL_LOCK.num_pieces
+    assert list(locked_batches(iter(range(2000)))) == list(range(2000))
+    assert 4 <= GIL_LOCK.num_pieces - before <= 8
