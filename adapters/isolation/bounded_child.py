@@ -112,7 +112,7 @@ def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:
 def _say_missing(missing: tuple[str, ...]) -> None:
     """Once, however many children there are."""
     if missing:
-        log.warning("What strangers' programs may do is limited, but: %s.", "; ".join(missing))
+        log.warning("The processes for strangers' programs are confined, but: %s.", "; ".join(missing))
 
 
 def excess_of(code: int, max_seconds: float, max_new_bytes: int) -> str | None:

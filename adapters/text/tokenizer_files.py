@@ -212,5 +212,5 @@ def _end_tokens(
     others = sorted(key[:50] for key in generation.keys() - _NO_SETTINGS)
     if others:
         names = printable(", ".join(others[:20]))
-        notes.append(f"Of generation_config.json only eos_token_id is used; not used: {names}.")
+        notes.append(f"Only eos_token_id of generation_config.json is used; not used: {names}.")
     return tuple(own)

@@ -176,4 +176,4 @@ def _found(response: Response, text: str | bytes, read: Callable[[Any], Result])
 
 
 def _not_ours(response: Response) -> ClientError:
-    return ClientError(f"What answers at {response.url} is no multilora server; set --url (MULTILORA_URL) to one.")
+    return ClientError(f"The server at {response.url} is not multilora; set --url (MULTILORA_URL) to one that is.")

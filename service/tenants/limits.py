@@ -144,7 +144,7 @@ class Tenant:
         if limit is not None and self._tokens.used + num_tokens > limit:
             left = max(0, limit - self._tokens.used)
             raise LimitReached(
-                f"Of your {limit} tokens per minute {left} are left, and this request may take {num_tokens} "
+                f"{left} of your {limit} tokens per minute are left, and this request may take {num_tokens} "
                 "(prompt and `max_tokens` of each sequence); send it again later, or lower `max_tokens`.",
                 self._tokens.seconds_until(limit - num_tokens),
             )

@@ -260,6 +260,6 @@ async def follow_usage(tenants: Tenants, directory: Path) -> None:
             failed = ""
         except OSError as error:
             if str(error) != failed:
-                LOGGER.error("What tenants take on other servers cannot be read: %s", error)
+                LOGGER.error("The counts of other servers' tenants cannot be read: %s", error)
             failed = str(error)
         await asyncio.sleep(EXCHANGE_SECONDS)

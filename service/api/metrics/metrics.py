@@ -171,7 +171,10 @@ class Metrics:
         self._sent: dict[tuple[str, str], int] = {}
         self._shown_replicas: set[str] = set()
         self.replica_up = Gauge(
-            "multilora_replica_up", "Of several engines: 1 while it takes requests.", ("replica",), registry=registry
+            "multilora_replica_up",
+            "1 while this engine takes requests, where there are several.",
+            ("replica",),
+            registry=registry,
         )
         self.replica_queued_tokens = Gauge(
             "multilora_replica_queued_tokens", "Tokens that an engine has to compute.", ("replica",), registry=registry

@@ -58,7 +58,7 @@ async def ping(request: Request) -> HealthResponse:
     return await health(request)
 
 
-@router.get("/version", summary="What runs here")
+@router.get("/version", summary="Version of the server")
 async def get_version(request: Request) -> VersionResponse:
     """Version of the server, and how the base is held once it is loaded."""
     services = services_of(request)
@@ -71,7 +71,7 @@ async def get_version(request: Request) -> VersionResponse:
     )
 
 
-@router.get("/load", responses=errors((401,)), summary="How much is to be done")
+@router.get("/load", responses=errors((401,)), summary="Number of unfinished sequences")
 async def get_load(request: Request) -> LoadResponse:
     """vLLM's: sequences that are admitted and have not ended."""
     return LoadResponse(server_load=services_of(request).gate.num_open)

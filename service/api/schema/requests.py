@@ -89,7 +89,7 @@ class Decoding(SamplingParameters):
     """Who answers, what the answer must be, and how tokens are chosen and become text; null is the same as leaving a
     field out."""
 
-    min_tokens: Annotated[int, Field(ge=0)] | None = Field(None, description="no end before so many tokens")
+    min_tokens: Annotated[int, Field(ge=0)] | None = Field(None, description="no end before this number of tokens")
     logit_bias: (
         Annotated[
             dict[str, Annotated[float, Field(ge=-100, le=100)]],
@@ -97,7 +97,9 @@ class Decoding(SamplingParameters):
             BeforeValidator(lambda value: bounded(value, MAX_LOGIT_BIASES)),
         ]
         | None
-    ) = Field(None, description=f"token id, as text, to what is added to its logit; up to {MAX_LOGIT_BIASES} of them")
+    ) = Field(
+        None, description=f"token ids, as text, and the value added to each one's logit; up to {MAX_LOGIT_BIASES}"
+    )
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = Field(
         None, description="the same seed, request and model give the same answer"
     )
@@ -108,19 +110,20 @@ class Decoding(SamplingParameters):
         None, description=f"up to {MAX_STOP_TOKEN_IDS} token ids that end the answer"
     )
     allowed_token_ids: Annotated[list[TokenId], Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS), FIRST] | None = (
-        Field(None, description="the only token ids that the answer may hold, one that ends it among them if it is to")
+        Field(None, description="the only token ids of the answer; include an end token if it is to end")
     )
     bad_words: Annotated[list[BadWord], Field(max_length=MAX_BAD_WORDS), FIRST] | None = Field(
         None,
         description=f"up to {MAX_BAD_WORDS} texts whose tokens, as at the beginning of a text or behind a space, the "
         "answer must not hold one after the other",
     )
-    include_stop_str_in_output: bool | None = Field(None, description="leave what ended the answer in its text")
+    include_stop_str_in_output: bool | None = Field(None, description="keep the stop string in the answer's text")
     no_stop_trim: bool | None = Field(None, description="the same, as SGLang calls it")
-    ignore_eos: bool | None = Field(None, description="go on to max_tokens, whatever end tokens come")
+    ignore_eos: bool | None = Field(None, description="end tokens do not end the answer")
     skip_special_tokens: bool | None = Field(None, description="leave special tokens out of the text; true by default")
     add_special_tokens: bool | None = Field(
-        None, description="add what the tokenizer adds (a BOS, say); true for prompts, false for chats by default"
+        None,
+        description="add the tokenizer's own special tokens (a BOS, say); true for prompts, false for chats by default",
     )
     structured_outputs: StructuredOutputs | None = Field(
         None,
@@ -163,7 +166,7 @@ class Generation(Decoding):
     stream: bool | None = Field(None, description="answer with server-sent events")
     stream_options: StreamOptions | None = Field(None, description="only with `stream`")
     n: Annotated[int, Field(ge=1)] | None = Field(None, description="independent answers per prompt, 1 by default")
-    max_tokens: Annotated[int, Field(ge=0)] | None = Field(None, description="most tokens of an answer")
+    max_tokens: Annotated[int, Field(ge=0)] | None = Field(None, description="largest number of tokens of an answer")
     return_token_ids: bool | None = Field(None, description="answer with the token ids too, as vLLM does")
     return_tokens_as_token_ids: bool | None = Field(
         None, description="write the tokens of log probabilities as `token_id:<id>`"
@@ -177,14 +180,14 @@ class Generation(Decoding):
         None, description="with `logprobs`: the alternatives are these tokens and the one that is chosen"
     )
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, json_schema_extra={"not": {"const": 0}})] | None = Field(
-        None, description="keep so many tokens of the prompt; -1: as many as fit beside the answer"
+        None, description="number of tokens of the prompt that are used; -1: as many as fit beside the answer"
     )
     truncation_side: Literal["left", "right"] | None = Field(
-        None, description="where `truncate_prompt_tokens` takes tokens away: left, the default, keeps the last ones"
+        None, description="side at which `truncate_prompt_tokens` cuts: left, the default, keeps the last tokens"
     )
 
     response_format: ResponseFormat | None = Field(
-        None, description="what the answer must be: `text`, `json_object`, `json_schema` or `structural_tag`"
+        None, description="form of the answer: `text`, `json_object`, `json_schema` or `structural_tag`"
     )
 
     @model_validator(mode="after")
@@ -224,7 +227,7 @@ class ChatRequest(Generation):
 
     messages: Annotated[list[ChatMessage], Field(min_length=1), FIRST] = Field(description="the conversation so far")
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="most tokens of an answer; default: what the context has left"
+        None, description="largest number of tokens of the answer; default: the rest of the context"
     )
     echo: bool | None = Field(None, description="begin the answer with the last message, if it is the assistant's")
     logprobs: bool | None = Field(None, description="log probabilities of the answer's tokens")
@@ -239,7 +242,7 @@ class ChatRequest(Generation):
     )
     add_generation_prompt: bool | None = Field(None, description="true by default")
     continue_final_message: bool | None = Field(
-        None, description="go on with the last message instead of starting a new one"
+        None, description="continue the last message instead of starting a new one"
     )
     chat_template_kwargs: TemplateVariables = Field(
         None, description="variables for the chat template, such as enable_thinking"
@@ -257,7 +260,7 @@ class ChatRequest(Generation):
     )
     parallel_tool_calls: bool | None = Field(None, description="false: one call at most; true by default")
     separate_reasoning: bool | None = Field(
-        None, description="false: leave what the model thinks in `content`; true by default: as `reasoning_content`"
+        None, description="false: thoughts stay in `content`; true, the default: they are `reasoning_content`"
     )
     include_reasoning: bool | None = Field(None, description="false: leave `reasoning_content` out; true by default")
 
@@ -299,20 +302,22 @@ class EmbeddingRequest(Request):
         | Annotated[list[TokenIds], Field(max_length=MAX_EMBEDDED), FIRST]
     ) = Field(description=f"a text, texts, token ids, or lists of token ids; up to {MAX_EMBEDDED} of them")
     encoding_format: Literal["float", "base64"] | None = Field(
-        None, description="numbers, the default, or the bytes of float32 numbers, little-endian, in base64"
+        None, description="`float`: numbers, the default; `base64`: float32 numbers, little-endian, in base64"
     )
-    dimensions: Annotated[int, Field(ge=1)] | None = Field(None, description="the numbers that embeddings have anyway")
+    dimensions: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="only the model's own number of dimensions"
+    )
     pooling: Literal["last", "mean"] | None = Field(
         None, description="the hidden state of the last token, the default, or the mean of all tokens'"
     )
-    normalize: bool | None = Field(None, description="to length 1; true by default")
+    normalize: bool | None = Field(None, description="vectors of length 1; true by default")
     use_activation: bool | None = Field(None, description="the same as `normalize`; vLLM's name for it")
-    add_special_tokens: bool | None = Field(None, description="add what the tokenizer adds; true by default")
+    add_special_tokens: bool | None = Field(None, description="add the tokenizer's own special tokens; true by default")
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, json_schema_extra={"not": {"const": 0}})] | None = Field(
-        None, description="keep so many tokens of each input; -1: as many as the server holds"
+        None, description="number of tokens of each input that are used; -1: as many as the server holds"
     )
     truncation_side: Literal["left", "right"] | None = Field(
-        None, description="where tokens are taken away: left, the default, keeps the last ones"
+        None, description="side at which inputs are cut: left, the default, keeps the last tokens"
     )
 
     @property

@@ -30,7 +30,7 @@ class NamedSchema(Request):
 
     name: str | None = Field(None, description="accepted and ignored")
     description: str | None = Field(None, description="accepted and ignored: say in the prompt what is wanted")
-    schema_: JsonSchema = Field(alias="schema", description="what the answer must be valid for")
+    schema_: JsonSchema = Field(alias="schema", description="JSON schema of the answer")
     strict: bool | None = Field(None, description="accepted; the schema is always followed strictly")
 
 
@@ -84,11 +84,9 @@ class StructuredOutputs(Request):
     grammar: str | None = Field(default=None, description="a grammar of GBNF (llama.cpp's) or of Lark (llguidance's)")
     structural_tag: str | None = Field(default=None, description="a `response_format` of this type, as JSON in a text")
     whitespace_pattern: str | None = Field(
-        default=None, description="what may stand between the tokens of JSON, a regular expression"
+        default=None, description="regular expression of the white space between the tokens of JSON"
     )
-    disable_any_whitespace: bool | None = Field(
-        default=None, description="nothing may stand between the tokens of JSON"
-    )
+    disable_any_whitespace: bool | None = Field(default=None, description="no white space between the tokens of JSON")
     disable_additional_properties: bool | None = Field(
         default=None, description="the request's field of this name, for what stands here"
     )

@@ -62,7 +62,7 @@ class InputItem(Request):
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = Field(None, description="JSON, as text")
-    output: _Texts | None = Field(None, description="what the function gave back")
+    output: _Texts | None = Field(None, description="result of the function")
 
     @model_validator(mode="after")
     def _check_type(self) -> InputItem:
@@ -110,11 +110,11 @@ class ResponsesRequest(Decoding):
     unserved = RESPONSE_FIELDS
 
     input: str | Annotated[list[InputItem], Field(min_length=1), FIRST] = Field(
-        description="a text, or the conversation so far: messages, function calls and what these gave back"
+        description="a text, or the conversation so far: messages, function calls and their results"
     )
     instructions: str | None = Field(None, description="a system message before the input")
     max_output_tokens: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="most tokens of the answer; default: what the context has left"
+        None, description="largest number of tokens of the answer; default: the rest of the context"
     )
     stream: bool | None = Field(None, description="answer with server-sent events")
     stream_options: ResponseStreamOptions | None = Field(None, description="only with `stream`")

@@ -919,8 +919,8 @@ class TestCommands:
             assert main([*arguments, *path, f"--url={url}"]) == 1
         shown = capsys.readouterr()
         last = shown.err.splitlines()[-1]  # before it, the progress of an upload
-        assert (shown.out, last.startswith(f"multilora: What answers at {url}/")) == ("", True), shown
-        assert last.endswith(" is no multilora server; set --url (MULTILORA_URL) to one.")
+        assert (shown.out, last.startswith(f"multilora: The server at {url}/")) == ("", True), shown
+        assert last.endswith(" is not multilora; set --url (MULTILORA_URL) to one that is.")
 
     def test_a_load_on_a_server_without_models_is_a_sentence(self, capsys: pytest.CaptureFixture[str]) -> None:
         with another_server(JSON, '{"data": []}') as url:
