@@ -142,11 +142,11 @@ class Bench:
             if not driver.num_open:
                 break
             if every and step % every == 0:
-                engine.adapter_loads.keep(
+                engine.adapter_loads.pin(
                     [f"adapter-{next(others)}"]
                 )  # brought beside the others, in the place of the last
             driver.step()
-        engine.adapter_loads.keep([])
+        engine.adapter_loads.pin([])
         return driver.run.decode_step_ms(num)
 
     def traffic(self, num_rounds: int, num_requests: int) -> dict[str, Any]:

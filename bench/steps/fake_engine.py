@@ -17,7 +17,7 @@ from typing import Any
 
 from msgspec import structs
 
-from service.engine.ipc.messages import Abort, Ask, Finished, FromEngine, Ready, Stats, Submit, ToEngine, Tokens
+from service.engine.ipc.messages import Abort, Finished, FromEngine, Ping, Ready, Stats, Submit, ToEngine, Tokens
 from service.engine.ipc.wire import EngineSide
 from service.text.tokenizer import TextTokenizer
 
@@ -62,7 +62,7 @@ def _run(
                     left[message.request_id] = message.sampling.max_tokens
                 elif isinstance(message, Abort):
                     left.pop(message.request_id, None)
-                elif isinstance(message, Ask):
+                elif isinstance(message, Ping):
                     said.append(_stats(len(left), num_steps))
         due = max(due + step_seconds, time.monotonic())
         time.sleep(max(due - time.monotonic(), 0.0))

@@ -21,7 +21,7 @@ from service.engine.ipc.messages import Submit
 from service.engine.process import compile_kernels, warm_up
 from service.engine.startup.build import build_engine
 from service.first_host.steps.driving import greedy
-from service.first_host.steps.fake_adapters import MadeUpAdapters
+from service.first_host.steps.fake_adapters import FakeAdapters
 from service.models.families import model_spec
 from service.models.layers.caches import kv_bytes_per_token
 from service.models.layouts import layout_of
@@ -107,7 +107,7 @@ def build_warm_engine(
                 sizes = row_bytes(layout, load.dtype.itemsize).items()
                 adapter_bytes = load.rank * sum(size for group, size in sizes if group != "embeddings")
                 host_bytes = 1 << 30 if num_on_host is None else int(1.05 * (num_on_host + 8) * adapter_bytes)
-            adapters = MadeUpAdapters(
+            adapters = FakeAdapters(
                 layout, load.rank, load.dtype, budget_bytes=host_bytes, is_pinned=load.device != "cpu"
             )
             sources["adapters"], adapter_rows = adapters, adapters.rows

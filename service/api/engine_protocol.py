@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
-from service.engine.ipc.messages import EngineSaid, Finished, Ready, Stats, Submit, Tier, Tokens
+from service.engine.ipc.messages import EngineStatus, Finished, Ready, Stats, Submit, Tier, Tokens
 
 
 class Messages(Protocol):
@@ -49,7 +49,7 @@ class EngineProtocol(Protocol):
     def num_restarts(self) -> int:
         """How often an engine was started again."""
 
-    def replicas(self) -> Mapping[str, EngineSaid]:
+    def replicas(self) -> Mapping[str, EngineStatus]:
         """Of several engines, each by its name; empty where there is one."""
 
     def places_of(self, digest: str) -> Mapping[str, Tier]:
@@ -67,5 +67,5 @@ class EngineProtocol(Protocol):
     def evict(self, adapter: str) -> None:
         """Free its rows and host memory."""
 
-    def keep(self, adapters: Collection[str]) -> None:
+    def pin(self, adapters: Collection[str]) -> None:
         """Have these on the device, asked for or not, and no others for that reason; later engines too."""

@@ -23,7 +23,7 @@ def least_of(ready: Sequence[Ready]) -> Ready:
     )
 
 
-class BestTiers(Mapping[str, Tier]):
+class DigestTiers(Mapping[str, Tier]):
     """The best of several; a digest that none holds is on disk."""
 
     def __init__(self, tiers: Sequence[Mapping[str, Tier]]) -> None:

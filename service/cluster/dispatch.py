@@ -7,8 +7,8 @@ import contextlib
 import time
 from collections.abc import Callable
 
-from service.cluster.remaining_work import Left
-from service.cluster.replica_health import Member
+from service.cluster.remaining_work import RemainingWork
+from service.cluster.replica_health import ReplicaHealth
 from service.cluster.routing import Demand, Replica, Rule, choose
 from service.engine.ipc.messages import Finished, Submit, Tokens
 from service.engine.ipc.token_streams import EngineDied, NeverSent, TokenStream
@@ -20,14 +20,14 @@ class Routed:
     def __init__(self, dispatch: Dispatch, request: Submit) -> None:
         self.request = request
         self.has_begun = self.was_resent = False
-        self.left = Left.of(request)
-        self.member: Member | None = None
+        self.left = RemainingWork.of(request)
+        self.member: ReplicaHealth | None = None
         self._dispatch = dispatch
         self._inner: TokenStream | None = None
         self._listener: Callable[[], None] | None = None
         self._begin_anew: Callable[[], bool] | None = None
 
-    def take(self, member: Member, inner: TokenStream) -> None:
+    def take(self, member: ReplicaHealth, inner: TokenStream) -> None:
         """It is this engine's from now on."""
         self.member, self._inner = member, inner
         if self._listener is not None:
@@ -73,7 +73,7 @@ class Dispatch:
     members  engines that are there now; the list is changed by its owner
     """
 
-    def __init__(self, members: list[Member], rule: Rule) -> None:
+    def __init__(self, members: list[ReplicaHealth], rule: Rule) -> None:
         self._members, self._rule = members, rule
         self._demand = Demand()
         self._routed: dict[str, Routed] = {}
@@ -99,7 +99,7 @@ class Dispatch:
             routed.member.client.abort(request_id)
             self.over(routed)
 
-    def home_of(self, digest: str) -> Member | None:
+    def home_of(self, digest: str) -> ReplicaHealth | None:
         """Where an adapter that nobody has asked for yet would be; None where nobody is ready."""
         ready = self._taking()
         if not ready:
@@ -135,7 +135,7 @@ class Dispatch:
         self._forget(routed)
         self._routed.pop(routed.request.request_id, None)
 
-    def move_waiting(self, member: Member) -> None:
+    def move_waiting(self, member: ReplicaHealth) -> None:
         """Requests of an engine that does not answer, whose clients have had nothing, go to others."""
         waiting = {one: routed for one, routed in self._routed.items() if one in member.open}
         for request_id, routed in waiting.items():
@@ -147,13 +147,13 @@ class Dispatch:
 
     # ---- inner parts
 
-    def _order(self, request: Submit, homes: int) -> list[Member]:
+    def _order(self, request: Submit, homes: int) -> list[ReplicaHealth]:
         """All engines, the best first, those that take no requests last."""
         by_name = {one.name: one for one in self._members}
         known = [one.as_replica() for one in self._taking()]
         num_rows = max(request.adapter_rows.values(), default=0)
         names = choose(
-            *(request.adapter, num_rows, Left.of(request).expected_tokens, known),
+            *(request.adapter, num_rows, RemainingWork.of(request).expected_tokens, known),
             key=request.request_id,
             num_homes=homes,
             rule=self._rule,
@@ -162,14 +162,14 @@ class Dispatch:
         others = (one for one in self._members if one not in chosen)
         return [*chosen, *sorted(others, key=lambda one: not one.answers)]
 
-    def _taking(self) -> list[Member]:
+    def _taking(self) -> list[ReplicaHealth]:
         """Those that may have new requests: where all are cordoned that is no reason, since they do answer."""
         answering = [one for one in self._members if one.answers]
         return [one for one in answering if one.takes_requests] or answering
 
-    def _send(self, routed: Routed, member: Member) -> None:
+    def _send(self, routed: Routed, member: ReplicaHealth) -> None:
         request = routed.request
-        routed.left = Left.of(request)
+        routed.left = RemainingWork.of(request)
         member.queued_tokens += routed.left.expected_tokens
         member.open.add(request.request_id)
         if request.adapter is not None:

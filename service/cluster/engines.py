@@ -15,12 +15,12 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from service.cluster.aggregate_stats import BestTiers, least_of, sum_of
+from service.cluster.aggregate_stats import DigestTiers, least_of, sum_of
 from service.cluster.dispatch import Dispatch, Routed
-from service.cluster.replica_health import ASK_SECONDS, QUESTIONS_UNTIL_HUNG, QUESTIONS_UNTIL_SILENT, Member
+from service.cluster.replica_health import PING_SECONDS, PINGS_UNTIL_HUNG, PINGS_UNTIL_SILENT, ReplicaHealth
 from service.cluster.routing import DEFAULT_RULE, Rule
 from service.engine.ipc.link import EngineLink
-from service.engine.ipc.messages import EngineSaid, Ready, Stats, Submit, Tier
+from service.engine.ipc.messages import EngineStatus, Ready, Stats, Submit, Tier
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ class Engines:
     is, `ready` has the smallest sizes of those, `stats` the sums, `tiers` the best place."""
 
     def __init__(self, clients: Sequence[EngineLink], rule: Rule = DEFAULT_RULE) -> None:
-        self._members = [Member(f"engine-{number}", client) for number, client in enumerate(clients)]
+        self._members = [ReplicaHealth(f"engine-{number}", client) for number, client in enumerate(clients)]
         self._dispatch = Dispatch(self._members, rule)
         self._watch: asyncio.Task[None] | None = None
 
@@ -104,16 +104,16 @@ class Engines:
     @property
     def tiers(self) -> Mapping[str, Tier]:
         """The fastest place over all engines."""
-        return BestTiers([one.tiers for one in self.clients])
+        return DigestTiers([one.tiers for one in self.clients])
 
     @property
     def num_restarts(self) -> int:
         """Of all together."""
         return sum(one.num_restarts for one in self.clients)
 
-    def replicas(self) -> dict[str, EngineSaid]:
+    def replicas(self) -> dict[str, EngineStatus]:
         """Of each engine, by name."""
-        return {one.name: one.said() for one in self._members}
+        return {one.name: one.status() for one in self._members}
 
     def places_of(self, digest: str) -> dict[str, Tier]:
         """Where an adapter is, by engine; those where it is on disk alone are left out."""
@@ -140,21 +140,21 @@ class Engines:
         for one in self.clients:
             one.evict(digest)
 
-    def keep(self, digests: Collection[str]) -> None:
+    def pin(self, digests: Collection[str]) -> None:
         """Have these on the device, on all."""
         for one in self.clients:
-            one.keep(digests)
+            one.pin(digests)
 
     # ---- inner parts
 
     async def _watch_all(self) -> None:
         """Ask engines that say nothing; let go of those that do not answer."""
         while True:
-            await asyncio.sleep(ASK_SECONDS)
+            await asyncio.sleep(PING_SECONDS)
             for one in self._members:
-                one.ask_if_silent()
-                if one.num_questions >= QUESTIONS_UNTIL_HUNG:
-                    log.error("%s has left %d questions unanswered and is killed", one.name, one.num_questions)
+                one.ping_if_silent()
+                if one.num_pings_unanswered >= PINGS_UNTIL_HUNG:
+                    log.error("%s has left %d questions unanswered and is killed", one.name, one.num_pings_unanswered)
                     one.client.kill()
-                elif one.num_questions >= QUESTIONS_UNTIL_SILENT:
+                elif one.num_pings_unanswered >= PINGS_UNTIL_SILENT:
                     self._dispatch.move_waiting(one)

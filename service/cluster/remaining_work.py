@@ -12,14 +12,14 @@ MOST_EXPECTED_TOKENS = 256
 
 
 @dataclass(slots=True)
-class Left:
+class RemainingWork:
     """Of one request: its prompt, until there is output, and the output that may still come."""
 
     prompt_tokens: int
     output_tokens: int
 
     @classmethod
-    def of(cls, request: Submit) -> Left:
+    def of(cls, request: Submit) -> RemainingWork:
         """All of it."""
         return cls(len(request.prompt_token_ids), request.sampling.max_tokens)
 

@@ -8,24 +8,24 @@ from dataclasses import dataclass, field
 
 from service.cluster.routing import Replica
 from service.engine.ipc.link import EngineLink
-from service.engine.ipc.messages import EngineSaid, Tier
+from service.engine.ipc.messages import EngineStatus, Tier
 
 # An engine that has said nothing for so long is asked, again and again; it answers between two steps.
-ASK_SECONDS = 1.0
+PING_SECONDS = 1.0
 # After so many questions it gets no new requests, and those that wait for their first token go elsewhere. Questions and
 # not seconds, since this process may have stood still itself.
-QUESTIONS_UNTIL_SILENT = 6
+PINGS_UNTIL_SILENT = 6
 # After so many it is killed, and started again: far more than the longest step of a machine that works.
-QUESTIONS_UNTIL_HUNG = 120
+PINGS_UNTIL_HUNG = 120
 
 
 @dataclass(eq=False)
-class Member:
+class ReplicaHealth:
     """An engine.
 
-    open              ids of requests that were sent to it and are not over
-    num_questions     asked since it last said something
-    asked_seconds     when the last one was, by time.monotonic()
+    open                  ids of requests that were sent to it and are not over
+    num_pings_unanswered  asked since it last said something
+    pinged_seconds        when the last one was, by time.monotonic()
     """
 
     name: str
@@ -34,26 +34,26 @@ class Member:
     queued_tokens: int = 0
     num_sent: Counter[Tier] = field(default_factory=Counter)
     num_sent_again: int = 0
-    num_questions: int = 0
-    asked_seconds: float = 0.0
+    num_pings_unanswered: int = 0
+    pinged_seconds: float = 0.0
 
     @property
     def answers(self) -> bool:
         """Whether it is ready, and not silent."""
-        return self.client.state == "ready" and self.num_questions < QUESTIONS_UNTIL_SILENT
+        return self.client.state == "ready" and self.num_pings_unanswered < PINGS_UNTIL_SILENT
 
     @property
     def takes_requests(self) -> bool:
         return self.answers and self.client.cordoned is None
 
-    def ask_if_silent(self) -> None:
+    def ping_if_silent(self) -> None:
         """Count the questions that it has not answered; one more if it has said nothing for a while."""
         now_seconds, heard_seconds = time.monotonic(), self.client.heard_seconds
-        if self.client.state != "ready" or heard_seconds >= self.asked_seconds:
-            self.num_questions = 0
-        if self.client.state == "ready" and now_seconds - heard_seconds >= ASK_SECONDS:
-            self.client.ask()
-            self.num_questions, self.asked_seconds = self.num_questions + 1, now_seconds
+        if self.client.state != "ready" or heard_seconds >= self.pinged_seconds:
+            self.num_pings_unanswered = 0
+        if self.client.state == "ready" and now_seconds - heard_seconds >= PING_SECONDS:
+            self.client.ping()
+            self.num_pings_unanswered, self.pinged_seconds = self.num_pings_unanswered + 1, now_seconds
 
     def as_replica(self) -> Replica:
         """What `service.cluster.routing` chooses by."""
@@ -61,12 +61,12 @@ class Member:
         free_rows = 0 if stats is None else stats.rows_total - stats.rows_used
         return Replica(self.name, self.queued_tokens, free_rows, self.client.tiers)
 
-    def said(self) -> EngineSaid:
+    def status(self) -> EngineStatus:
         """What is told of it."""
         state: str = self.client.state
         if state == "ready":
             state = (self.client.cordoned or state) if self.answers else "silent"
-        return EngineSaid(
+        return EngineStatus(
             state,
             self.client.state_error,
             self.queued_tokens,

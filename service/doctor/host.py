@@ -117,19 +117,19 @@ def installed_cann(environment: Mapping[str, str]) -> str | None:
 
 
 def _compiler() -> Compiler | None:
-    shown = _said_by("bishengir-compile", "--help")
-    found = re.search(r"bishengir-compile\s+([0-9][\w.]*)", _said_by("bishengir-compile", "--version"))
+    shown = _output_of("bishengir-compile", "--help")
+    found = re.search(r"bishengir-compile\s+([0-9][\w.]*)", _output_of("bishengir-compile", "--version"))
     return Compiler(found.group(1) if found else None, shown) if shown else None
 
 
 def _npu_driver() -> str | None:
-    said = _said_by("npu-smi", "info")
+    said = _output_of("npu-smi", "info")
     found = re.search(r"Version:\s*([0-9][\w.]*)", said)
     return found.group(1) if found else version_in(_DRIVER_VERSION_FILE)
 
 
 def _cuda_driver() -> str | None:
-    said = _said_by("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split()
+    said = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").split()
     return said[0] if said and said[0][0].isdigit() else None
 
 
@@ -142,7 +142,7 @@ def version_in(path: Path) -> str | None:
     return found.group(1) if found else None
 
 
-def _said_by(*command: str) -> str:
+def _output_of(*command: str) -> str:
     """What a tool prints; nothing where it is absent, fails or hangs, as a driver's tool may."""
     if shutil.which(command[0]) is None:
         return ""

@@ -43,9 +43,9 @@ import torch
 
 from adapters.memory.row_pool import PoolUsage
 from service.engine.grammar.compiled_grammars import Worker
-from service.engine.grammar.grammar_sequences import ConstrainedSequences
+from service.engine.grammar.grammar_sequences import GrammarSequences
 from service.engine.ipc.config import EngineConfig
-from service.engine.ipc.messages import Abort, Evict, Keep, Load, OpInUse, Ready, Stats, Submit
+from service.engine.ipc.messages import Abort, Evict, Load, OpInUse, Pin, Ready, Stats, Submit
 from service.engine.loras.interfaces import HostSource, Loader, Rows
 from service.engine.loras.prefetch import AdapterLoads
 from service.engine.model.runner import Runner
@@ -117,8 +117,8 @@ class Engine:
             # A device's step takes the time of reading the weights, however few its tokens are.
             prompts_apart=capacity.device.type == "cpu",
         )
-        self.constrained = ConstrainedSequences(
-            tokens, compiler, self.wake.set, capacity, config.max_sequences, self.scheduler.grammar_turns
+        self.constrained = GrammarSequences(
+            tokens, compiler, self.wake.set, capacity, config.max_sequences, self.scheduler.grammar_budget
         )
         self.requests = Requests(
             capacity, self.kv_capacity_tokens, self.adapter_loads.rows, self.scheduler, self.constrained
@@ -173,7 +173,7 @@ class Engine:
             ops=self._ops,
         )
 
-    def handle(self, message: Submit | Abort | Load | Evict | Keep) -> None:
+    def handle(self, message: Submit | Abort | Load | Evict | Pin) -> None:
         """Take one message; never raises for what it says."""
         match message:
             case Submit():
@@ -184,8 +184,8 @@ class Engine:
                 self.adapter_loads.hint(message.adapter)
             case Evict():
                 self.adapter_loads.evict(message.adapter)
-            case Keep():
-                self.adapter_loads.keep(message.adapters)
+            case Pin():
+                self.adapter_loads.pin(message.adapters)
 
     def submit(self, request: Submit) -> None:
         """Queue a request. One that can never run is answered with Finished(error) by the next step."""

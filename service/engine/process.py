@@ -27,7 +27,7 @@ from adapters.isolation.child_process import die_with_parent
 from kernels.probe.probe_process import ProbeProcess
 from service import logs
 from service.engine.ipc.config import EngineOptions
-from service.engine.ipc.messages import Ask, Drain, Fatal, Finished, FromEngine, Sampling, Stats, Submit, ToEngine
+from service.engine.ipc.messages import Drain, Fatal, Finished, FromEngine, Ping, Sampling, Stats, Submit, ToEngine
 from service.engine.ipc.wire import EngineSide
 from service.engine.startup.cpu_threads import DecodeStep, choose_num_threads
 from service.machine import may_find_accelerator, num_usable_cpus
@@ -115,7 +115,7 @@ class EngineProcess:
             self._drain_deadline = time.monotonic() + message.limit_seconds
         elif isinstance(message, Submit) and self._drain_deadline is not None:
             self._refused.append(Finished(message.request_id, "error", error=SHUTTING_DOWN))
-        elif not isinstance(message, Ask):  # which wants Stats, like every message
+        elif not isinstance(message, Ping):  # which wants Stats, like every message
             self._engine.handle(message)
 
     def _stats_are_old(self) -> bool:

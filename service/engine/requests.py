@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 
 from service.engine import request_checks
-from service.engine.grammar.grammar_sequences import ConstrainedSequences, without_grammar
+from service.engine.grammar.grammar_sequences import GrammarSequences, without_grammar
 from service.engine.ipc.messages import Finished, Submit, Tokens
 from service.engine.loras.interfaces import Rows
 from service.engine.loras.prefetch import Failure
@@ -37,7 +37,7 @@ class Requests:
         kv_capacity_tokens: int,
         rows: Rows | None,
         scheduler: Scheduler,
-        constrained: ConstrainedSequences,
+        constrained: GrammarSequences,
     ) -> None:
         self.events: list[Event] = []
         self._capacity = capacity

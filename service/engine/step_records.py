@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence as Items
+from collections import abc, deque
 from dataclasses import dataclass
 
 from kernels.lora.ops import call_count
@@ -28,7 +27,7 @@ class StepRecord:
         return self.num_tokens - self.num_decode_tokens
 
 
-def record_of(chunks: Items[ScheduledChunk]) -> StepRecord:
+def record_of(chunks: abc.Sequence[ScheduledChunk]) -> StepRecord:
     """The record of a step of these chunks."""
     return StepRecord(
         num_tokens=sum(chunk.num_tokens for chunk in chunks),

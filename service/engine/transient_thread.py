@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 
 
-class BriefThread:
+class TransientThread:
     """Runs what is submitted, one after the other, in a thread that ends when nothing is left.
 
     A thread that has run a torch op keeps its team of OpenMP workers until it ends, and as long as a process has more

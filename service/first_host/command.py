@@ -173,7 +173,7 @@ class _Run:
             return INTERRUPTED
         conclude(self._report)
         self._journal.write(self._report)
-        self._tell_of_all()
+        self._report_all()
         return 1 if self._report.faults else 0
 
     def _left_over(self) -> float:
@@ -205,7 +205,7 @@ class _Run:
             outcome.status, outcome.num_begun = "running", outcome.num_begun + 1
             self._journal.write(self._report)
             request = {**self._request, "device": self._report.device, "limit_seconds": limit_seconds}
-            run_step(step, request, outcome, limit_seconds, _teller())
+            run_step(step, request, outcome, limit_seconds, _progress_printer())
             self._report.device = outcome.facts.get("device", self._report.device)
         conclude(self._report)
         self._journal.write(self._report)
@@ -222,7 +222,7 @@ class _Run:
             print(f"multilora: interrupted; what was found is in {self._journal.page}, and --resume goes on.",
                   file=sys.stderr)  # fmt: skip
 
-    def _tell_of_all(self) -> None:
+    def _report_all(self) -> None:
         report = self._report
         print("\nSettings to use:")
         for setting in report.settings:
@@ -234,7 +234,7 @@ class _Run:
               flush=True)  # fmt: skip
 
 
-def _teller() -> Callable[[str], None]:
+def _progress_printer() -> Callable[[str], None]:
     """Shows on a terminal what a step is doing; a log needs no more than its beginning and its end."""
     if sys.stdout is None or not sys.stdout.isatty():  # it is None where it is closed
         return lambda _text: None

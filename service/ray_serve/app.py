@@ -20,7 +20,7 @@ from ray.serve.schema import LoggingConfig
 
 from service.models.layouts import layout_of
 from service.models.spec.config_json import read_config
-from service.ray_serve.replicas import EngineReplica, Ingress, MembersRouter, ray_settings
+from service.ray_serve.replicas import DeploymentsRouter, EngineReplica, Ingress, ray_settings
 from service.ray_serve.scaling import DEFAULT_TOKENS_PER_ENGINE, ByQueuedTokens
 
 # Ray ends replicas after 20 s if it is told nothing. Of what they get, this is for the end itself.
@@ -99,7 +99,7 @@ def build(args: RayArgs) -> serve.Application:
         .options(
             **_HEALTH,
             **_number_of(args),
-            request_router_config=RequestRouterConfig(request_router_class=MembersRouter),
+            request_router_config=RequestRouterConfig(request_router_class=DeploymentsRouter),
             ray_actor_options={
                 **_unhindered(),
                 "num_cpus": args.num_cpus,

@@ -16,12 +16,12 @@ ANSWER_SECONDS = 3.0
 
 
 class DiskWatch:
-    """Calls `say` with "disk-full", "disk-read-only" or "disk-unreachable" where one of the directories cannot be
+    """Calls `report` with "disk-full", "disk-read-only" or "disk-unreachable" where one of the directories cannot be
     written, and with None where all can, after each look. A directory that is not there is left out: who makes it has
     not done so yet, or it is away for all."""
 
-    def __init__(self, directories: Sequence[Path], say: Callable[[str | None], None]) -> None:
-        self._directories, self._say = tuple(directories), say
+    def __init__(self, directories: Sequence[Path], report: Callable[[str | None], None]) -> None:
+        self._directories, self._report = tuple(directories), report
         # A look may stick in the system's call; nobody waits for this thread, and no second one is begun.
         self._thread = ThreadPoolExecutor(1, "disk-watch")
         self._looking: asyncio.Future[str | None] | None = None
@@ -34,7 +34,7 @@ class DiskWatch:
         reason: str | None = "disk-unreachable"
         with contextlib.suppress(TimeoutError):
             reason = await asyncio.wait_for(asyncio.shield(self._looking), ANSWER_SECONDS)
-        self._say(reason)
+        self._report(reason)
 
     async def run(self) -> None:
         """Look until it is cancelled."""

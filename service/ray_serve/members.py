@@ -26,7 +26,7 @@ def listen(listener: _Listener) -> None:
             listener(addresses)
 
 
-def tell(addresses: dict[str, Address]) -> None:
+def update(addresses: dict[str, Address]) -> None:
     """These engines and no others are there now."""
     with _lock:
         _last[:] = [addresses]

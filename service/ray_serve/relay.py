@@ -21,18 +21,18 @@ from typing import assert_never
 
 import msgspec
 
-from service.cluster.remaining_work import Left
+from service.cluster.remaining_work import RemainingWork
 from service.engine.ipc.client import EngineClient
 from service.engine.ipc.messages import (
     Abort,
-    Ask,
     Cordon,
     Drain,
     Evict,
     Fatal,
     FromEngine,
-    Keep,
     Load,
+    Pin,
+    Ping,
     Stats,
     Submit,
     ToEngine,
@@ -58,16 +58,16 @@ class _Connection:
     """
 
     outbox: Outbox[FromEngine]
-    left: dict[str, Left] = field(default_factory=dict)
+    left: dict[str, RemainingWork] = field(default_factory=dict)
 
-    def say(self, message: FromEngine) -> None:
-        self.outbox.say(message)
+    def send(self, message: FromEngine) -> None:
+        self.outbox.send(message)
         if self.outbox.num_unread_bytes > MOST_UNREAD_BYTES:
             log.error("a server that reads nothing is let go")
             self.outbox.abort()
 
     def end(self, error: str) -> None:
-        self.say(Fatal(error))
+        self.send(Fatal(error))
         self.outbox.close()
 
 
@@ -104,7 +104,7 @@ class Relay:
         if reason != self._cordoned:
             self._cordoned = reason
             for one in self._connections:
-                one.say(Cordon(reason))
+                one.send(Cordon(reason))
 
     async def close(self, limit_seconds: float) -> None:
         """Wait until nobody is connected any more, for so long, and end."""
@@ -127,11 +127,11 @@ class Relay:
             except EngineDied as error:
                 connection.end(str(error))
                 return
-            connection.say(ready)
+            connection.send(ready)
             if self._cordoned is not None:
-                connection.say(Cordon(self._cordoned))
+                connection.send(Cordon(self._cordoned))
             if self._client.stats is not None:
-                connection.say(msgspec.structs.replace(self._client.stats, moved_adapters=dict(self._client.tiers)))
+                connection.send(msgspec.structs.replace(self._client.stats, moved_adapters=dict(self._client.tiers)))
             self._connections.add(connection)
             while (messages := await read_to_engine(reader)) is not None:
                 for message in messages:
@@ -149,7 +149,7 @@ class Relay:
     def _take(self, connection: _Connection, message: ToEngine) -> None:
         match message:
             case Submit():
-                connection.left[message.request_id] = Left.of(message)
+                connection.left[message.request_id] = RemainingWork.of(message)
                 stream = self._client.submit(message)
                 stream.listen(partial(self._forward, connection, message.request_id, stream))
             case Abort():
@@ -159,10 +159,10 @@ class Relay:
                 self._client.load(message.adapter)
             case Evict():
                 self._client.evict(message.adapter)
-            case Keep():  # the pins of the store, which are the same for all its servers
-                self._client.keep(message.adapters)
-            case Ask():
-                self._client.ask()
+            case Pin():  # the pins of the store, which are the same for all its servers
+                self._client.pin(message.adapters)
+            case Ping():
+                self._client.ping()
             case Drain():
                 log.error("a server that may not has asked for the engine's end")
             case _:
@@ -178,11 +178,11 @@ class Relay:
                         left.take(len(message.token_ids))
                 else:
                     connection.left.pop(request_id, None)
-                connection.say(message)
+                connection.send(message)
 
     def _forward_stats(self, stats: Stats) -> None:
         for one in self._connections:
-            one.say(stats)
+            one.send(stats)
 
     def _end_all(self, error: str) -> None:
         for one in list(self._connections):

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from service.cluster.engines import Engines
-from service.cluster.replica_health import Member
+from service.cluster.replica_health import ReplicaHealth
 from service.cluster.routing import DEFAULT_RULE, Rule
 from service.engine.ipc.link import EngineLink
-from service.engine.ipc.messages import EngineSaid, Ready
+from service.engine.ipc.messages import EngineStatus, Ready
 from service.engine.ipc.wire import Outbox, read_from_engine
 from service.ray_serve.tcp_keepalive import end_when_vanished
 
@@ -159,7 +159,7 @@ class RemoteEngines(Engines):
             for listener in self._listeners:
                 listener(self._num_joined, client)
             self._num_joined += 1
-            self._members.append(Member(name, client))
+            self._members.append(ReplicaHealth(name, client))
             await client.start()
 
     async def wait_ready(self) -> Ready:
@@ -186,11 +186,11 @@ class RemoteEngines(Engines):
             return super().state
         return "restarting" if self._num_joined else "starting"
 
-    def replicas(self) -> dict[str, EngineSaid]:
+    def replicas(self) -> dict[str, EngineStatus]:
         """Of each engine, by name; those that are missing have numbers."""
         said = super().replicas()
         for number in range(self._num_expected - len(said)):
-            said[f"missing-{number}"] = EngineSaid("missing", None, 0, 0, {}, 0, None)
+            said[f"missing-{number}"] = EngineStatus("missing", None, 0, 0, {}, 0, None)
         return said
 
     async def drain(self, limit_seconds: float) -> None:

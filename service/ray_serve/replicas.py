@@ -60,13 +60,13 @@ def _served(settings: Settings) -> str:
     return json.dumps([str(settings.model_dir.absolute()), str(settings.store_root)])
 
 
-class MembersRouter(RequestRouter):
+class DeploymentsRouter(RequestRouter):
     """Tells this process's ingress which engines there are. Hardly anything is routed by it."""
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Called by Ray, in a thread of its own, whenever replicas have come or gone."""
         super().update_replicas(replicas)
-        members.tell({one.replica_id.unique_id: Address(**one.replica_metadata) for one in replicas})
+        members.update({one.replica_id.unique_id: Address(**one.replica_metadata) for one in replicas})
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -118,7 +118,7 @@ class EngineReplica:
             LOGGER.error("the engine has left %d questions unanswered and is killed", self._num_unanswered)
             self._num_unanswered = 0
             client.kill()
-        client.ask()
+        client.ping()
 
     async def hello(self) -> None:
         """A request for Ray's sake: with the first one a handle begins to follow the replicas."""

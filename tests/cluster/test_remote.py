@@ -17,7 +17,7 @@ from service.cluster.dispatch import Routed
 from service.cluster.remaining_work import MOST_EXPECTED_TOKENS
 from service.engine.ipc.client import EngineClient
 from service.engine.ipc.config import EngineConfig
-from service.engine.ipc.messages import EngineSaid, Finished, Tokens
+from service.engine.ipc.messages import EngineStatus, Finished, Tokens
 from service.engine.ipc.token_streams import EngineDied
 from service.ray_serve.relay import TOKEN_BYTES, Relay
 from service.ray_serve.remote import Address, RemoteEngine, RemoteEngines
@@ -273,7 +273,7 @@ def test_a_long_output_counts_as_load_until_its_end(config: EngineConfig) -> Non
 
 def test_of_engines_that_have_left_no_gauge_stays() -> None:
     metrics = Metrics("base", 0)
-    there = EngineSaid("ready", None, 7, 1, {"device": 3}, 0, None)
+    there = EngineStatus("ready", None, 7, 1, {"device": 3}, 0, None)
     metrics.show_replicas({"old": there, "kept": there})
     metrics.show_replicas({"kept": there})
     lines = metrics.render().decode().splitlines()

@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 
-from service.engine.transient_thread import BriefThread
+from service.engine.transient_thread import TransientThread
 from tests.support.http.server import wait_for
 from tests.support.limits import LIMIT_SECONDS
 
@@ -27,7 +27,7 @@ class _Gate:
 
 
 def test_work_is_done_in_order_and_the_thread_ends() -> None:
-    brief, gate, done = BriefThread("brief"), _Gate(), list[int]()
+    brief, gate, done = TransientThread("brief"), _Gate(), list[int]()
     brief.submit(gate)
     for number in range(100):
         brief.submit(lambda number=number: done.append(number))  # type: ignore[misc]
@@ -44,7 +44,7 @@ def test_work_is_done_in_order_and_the_thread_ends() -> None:
 
 
 def test_without_a_thread_nothing_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    brief, done, later = BriefThread("brief"), list[int](), _Gate()
+    brief, done, later = TransientThread("brief"), list[int](), _Gate()
 
     def refuse(_thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -61,7 +61,7 @@ def test_without_a_thread_nothing_is_taken(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_closing_drops_what_has_not_begun_and_waits_for_what_has() -> None:
-    brief, gate, done = BriefThread("brief"), _Gate(), list[int]()
+    brief, gate, done = TransientThread("brief"), _Gate(), list[int]()
     brief.submit(gate)
     dropped = weakref.ref(work := functools.partial(done.append, 1))
     brief.submit(work)
@@ -80,7 +80,7 @@ def test_closing_drops_what_has_not_begun_and_waits_for_what_has() -> None:
 
 def test_a_stack_of_its_own_is_nobody_elses() -> None:
     usual = threading.stack_size()
-    brief, gate = BriefThread("brief", stack_bytes=1 << 25), _Gate()
+    brief, gate = TransientThread("brief", stack_bytes=1 << 25), _Gate()
     gate.go.set()
     brief.submit(gate)
     assert gate.begun.wait(LIMIT_SECONDS)

@@ -31,15 +31,15 @@ from service.engine.ipc.messages import (
     Abort,
     Evict,
     Finished,
-    Keep,
     Load,
+    Pin,
     Sampling,
     Submit,
     Tokens,
 )
 from service.engine.request_checks import error_in
 from service.engine.startup.build import max_rank_of
-from service.engine.transient_thread import BriefThread
+from service.engine.transient_thread import TransientThread
 from tests.support.engine.engine_mock import (
     EOS,
     GROUP,
@@ -466,7 +466,7 @@ def test_a_copy_of_what_is_replaced_is_read_again(mock: MockEngine) -> None:
 
 def test_the_thread_that_reads_in_the_process_serves_the_engine_as_well(mock: MockEngine) -> None:
     """However its reads and the steps fall together: the outcome is the same, and `run_until_idle` waits for them."""
-    loader = BriefThread("adapter-loader")
+    loader = TransientThread("adapter-loader")
     engine = Engine(mock.runner, mock.rows, mock.host, mock.engine.config, loader=loader)
     for i in range(12):
         engine.submit(Submit(f"r{i}", (1, i), Sampling(max_tokens=3, temperature=0.0), f"a{i}-16", {GROUP: 16}))
@@ -826,13 +826,13 @@ def test_random_operations_lose_nothing(seed: int) -> None:
             case "load":
                 mock.engine.handle(Load(rng.choice(("a1", "a3", "a5"))))
             case "keep":
-                mock.engine.handle(Keep(tuple(rng.sample(("a1", "a3", "a5"), rng.randint(0, 1)))))
+                mock.engine.handle(Pin(tuple(rng.sample(("a1", "a3", "a5"), rng.randint(0, 1)))))
             case "copy":
                 marks.num_reached = rng.randint(marks.num_reached, marks.num_made)
             case _:
                 continue
         mock.engine.check_integrity()
-    mock.engine.handle(Keep(()))
+    mock.engine.handle(Pin(()))
     mock.settle()
     mock.engine.close()
     assert holds_nothing(mock)

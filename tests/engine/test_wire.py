@@ -83,10 +83,10 @@ def _said(drive: Callable[[Outbox[ToEngine]], Awaitable[None]]) -> list[list[ToE
 def test_what_is_said_in_one_turn_of_the_loop_is_one_frame() -> None:
     async def drive(outbox: Outbox[ToEngine]) -> None:
         for message in TO_ENGINE:
-            outbox.say(message)
+            outbox.send(message)
         await asyncio.sleep(0)
-        outbox.say(TO_ENGINE[1])
-        outbox.say(TO_ENGINE[2])
+        outbox.send(TO_ENGINE[1])
+        outbox.send(TO_ENGINE[2])
 
     assert _said(drive) == [TO_ENGINE, TO_ENGINE[1:]]
 
@@ -95,19 +95,19 @@ def test_a_message_that_cannot_be_expressed_is_nobody_else_s_loss() -> None:
     too_large = Submit("r3", (1,), Sampling(max_tokens=4, seed=2**70))
 
     async def drive(outbox: Outbox[ToEngine]) -> None:
-        outbox.say(TO_ENGINE[0])
+        outbox.send(TO_ENGINE[0])
         with pytest.raises(OverflowError):
-            outbox.say(too_large)
-        outbox.say(TO_ENGINE[1])
+            outbox.send(too_large)
+        outbox.send(TO_ENGINE[1])
 
     assert _said(drive) == [TO_ENGINE[:2]]
 
 
 def test_what_is_said_after_the_end_goes_nowhere() -> None:
     async def drive(outbox: Outbox[ToEngine]) -> None:
-        outbox.say(TO_ENGINE[0])
+        outbox.send(TO_ENGINE[0])
         outbox.close()
-        outbox.say(TO_ENGINE[1])
+        outbox.send(TO_ENGINE[1])
         await asyncio.sleep(0)
 
     assert _said(drive) == [TO_ENGINE[:1]]

@@ -153,13 +153,13 @@ def alone(world: World, names: list[str]) -> Alone:
 
 
 @pytest.fixture
-def _low_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+def _row_compaction(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of those that run are brought low on every device, windows or not."""
     capacity_of = runner.capacity_of
     monkeypatch.setattr(runner, "capacity_of", lambda *of: dataclasses.replace(capacity_of(*of), swaps_rows=True))
 
 
-@pytest.mark.usefixtures("_low_rows")
+@pytest.mark.usefixtures("_row_compaction")
 def test_a_thousand_changes_beside_steps_in_flight_lose_and_change_nothing(world: World, uploads: Contents) -> None:
     uploaded = [uploads.upload() for _ in range(NUM_CONTENTS)]
     expected = alone(world, [BASE, *world.adapters, *uploaded])

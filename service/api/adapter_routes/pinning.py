@@ -77,7 +77,7 @@ async def follow_pins(services: Services, store: AdapterStore) -> None:
             LOGGER.exception("what is pinned cannot be told; the next attempt is soon")
             found, retry_seconds = told, _RETRY_SECONDS
         if found != told:
-            services.engine.keep(found.digests)
+            services.engine.pin(found.digests)
             services.unkept = found.left_out
             for name in sorted(found.left_out - told.left_out):
                 LOGGER.warning(

@@ -21,7 +21,7 @@ from service.api.metrics.adapter_metrics import AdapterMetrics
 from service.api.metrics.exposition import Exposition
 from service.api.metrics.tier_metrics import TierMetrics
 from service.api.metrics.vllm_metrics import with_vllm_names
-from service.engine.ipc.messages import EngineSaid, OpInUse, Stats
+from service.engine.ipc.messages import EngineStatus, OpInUse, Stats
 
 # A gauge beside each counter and histogram that says when it began: nobody asks for it, and it is half of all series.
 prometheus_client.disable_created_metrics()
@@ -231,7 +231,7 @@ class Metrics:
         self.engine_restarts.inc(num_restarts - self._num_restarts)
         self._num_restarts = num_restarts
 
-    def show_replicas(self, replicas: Mapping[str, EngineSaid]) -> None:
+    def show_replicas(self, replicas: Mapping[str, EngineStatus]) -> None:
         """Each engine by its name; nothing where there is one. Of those that have left the counters stay."""
         for name in self._shown_replicas - replicas.keys():
             for gauge in (self.replica_up, self.replica_queued_tokens, self.replica_requests_open):

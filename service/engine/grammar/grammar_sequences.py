@@ -7,8 +7,8 @@ the sequence's. Whoever forgets a sequence says so here.
 
 from __future__ import annotations
 
+from collections import abc
 from collections.abc import Callable, Collection
-from collections.abc import Sequence as Items
 from typing import Any
 
 import msgspec
@@ -19,14 +19,14 @@ from service.engine.grammar.masks import StepMasks
 from service.engine.ipc.messages import Submit
 from service.engine.model.runner import Capacity
 from service.engine.sequences.constraint import TokenConstraint, has_constraint
-from service.engine.sequences.grammar_budget import GrammarTurns
+from service.engine.sequences.grammar_budget import GrammarBudget
 from service.engine.sequences.sequence import Sequence
-from service.engine.transient_thread import BriefThread
+from service.engine.transient_thread import TransientThread
 from service.grammars.matching import GrammarError, TokenTable
 from service.grammars.trial import ENGINE_STACK_BYTES
 
 
-class ConstrainedSequences:
+class GrammarSequences:
     """See the module's docstring. `tokens`, `compiler`: as of the engine; `wake` is called when a grammar is compiled;
     `turns` says what grammars may cost.
 
@@ -40,12 +40,12 @@ class ConstrainedSequences:
         wake: Callable[[], None],
         capacity: Capacity,
         max_sequences: int,
-        turns: GrammarTurns,
+        turns: GrammarBudget,
     ) -> None:
         self.waiting: set[Sequence] = set()
         self._vocab_size = capacity.vocab_size
         self._turns = turns
-        self._grammars = Grammars(tokens, compiler or BriefThread("grammar-compiler", ENGINE_STACK_BYTES), wake)
+        self._grammars = Grammars(tokens, compiler or TransientThread("grammar-compiler", ENGINE_STACK_BYTES), wake)
         self._masks = StepMasks(max_sequences, capacity.vocab_size, capacity.device)
 
     @property
@@ -104,7 +104,7 @@ class ConstrainedSequences:
 
     # ---- the masks of a step
 
-    def begin_masks(self, sequences: Items[Sequence], gone: Collection[Sequence] = ()) -> None:
+    def begin_masks(self, sequences: abc.Sequence[Sequence], gone: Collection[Sequence] = ()) -> None:
         """Make the masks of a step's constrained sequences in a thread: all their tokens before it are known, but
         of those that are `gone`, whose tokens nobody reads."""
         self._masks.begin([None if sequence in gone else sequence.constraint for sequence in sequences])

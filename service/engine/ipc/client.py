@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from adapters.isolation.child_process import child_environment
 from service.engine.ipc.config import EngineOptions
 from service.engine.ipc.link import EngineLink
-from service.engine.ipc.messages import Drain, EngineSaid, Tier
+from service.engine.ipc.messages import Drain, EngineStatus, Tier
 from service.engine.ipc.wire import Outbox, frame, read_from_engine
 
 log = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class EngineClient(EngineLink):
         """Call `listener` with each engine's number and client; there is this one."""
         listener(0, self)
 
-    def replicas(self) -> Mapping[str, EngineSaid]:
+    def replicas(self) -> Mapping[str, EngineStatus]:
         """Of several engines, each; of one there is nothing to tell apart."""
         return {}
 

@@ -14,14 +14,14 @@ from typing import Literal
 
 from service.engine.ipc.messages import (
     Abort,
-    Ask,
     Cordon,
     Evict,
     Fatal,
     Finished,
     FromEngine,
-    Keep,
     Load,
+    Pin,
+    Ping,
     Ready,
     Stats,
     Submit,
@@ -54,7 +54,7 @@ class EngineLink(abc.ABC):
         self.cordoned: str | None = None
         self.tiers: dict[str, Tier] = {}
         self.num_restarts = 0
-        self._kept: tuple[str, ...] = ()  # adapters, by each engine from its start on
+        self._pinned: tuple[str, ...] = ()  # adapters, by each engine from its start on
         self._streams: dict[str, TokenStream] = {}
         self._stats_listeners: list[Callable[[Stats], None]] = []
         self._end_listeners: list[Callable[[str], None]] = []
@@ -116,19 +116,19 @@ class EngineLink(abc.ABC):
         """Forget what was read of an adapter, as soon as no request runs with it. A later engine never had it."""
         if self.state == "ready":
             self._send(Evict(digest))
-            if digest in self._kept:  # an engine gives up one that it cannot read until it is told anew
-                self._send(Keep(self._kept))
+            if digest in self._pinned:  # an engine gives up one that it cannot read until it is told anew
+                self._send(Pin(self._pinned))
 
-    def keep(self, digests: Collection[str]) -> None:
+    def pin(self, digests: Collection[str]) -> None:
         """Have these adapters on the device, asked for or not, and no others for that reason. Later engines too."""
-        self._kept = tuple(digests)
+        self._pinned = tuple(digests)
         if self.state == "ready":
-            self._send(Keep(self._kept))
+            self._send(Pin(self._pinned))
 
-    def ask(self) -> None:
+    def ping(self) -> None:
         """Have it say Stats when its step is over."""
         if self.state == "ready":
-            self._send(Ask())
+            self._send(Ping())
 
     def on_stats(self, listener: Callable[[Stats], None]) -> None:
         """Call `listener` with every Stats, in the event loop."""
@@ -164,8 +164,8 @@ class EngineLink(abc.ABC):
                     listener(message)
             case Ready():
                 self.ready = message
-                if self._kept:
-                    self._send(Keep(self._kept))
+                if self._pinned:
+                    self._send(Pin(self._pinned))
                 if self.state != "draining":
                     self._set_state("ready")
             case Fatal():
@@ -202,7 +202,7 @@ class EngineLink(abc.ABC):
         """With all else of this turn of the loop. After the engine's end it goes nowhere, and the streams are told of
         that."""
         if self._outbox is not None:
-            self._outbox.say(message)
+            self._outbox.send(message)
 
     def _set_state(self, state: State, error: str | None = None) -> None:
         self.state, self.state_error = state, error

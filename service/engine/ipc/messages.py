@@ -1,6 +1,6 @@
 """What the API process and the engine process say to each other: small typed messages, msgpack by msgspec.
 
-API to engine: Submit, Abort, Load, Evict, Keep, Ask, Drain. Engine to API: Ready, Tokens, Finished, Stats, Fatal;
+API to engine: Submit, Abort, Load, Evict, Pin, Ping, Drain. Engine to API: Ready, Tokens, Finished, Stats, Fatal;
 a relay between them adds Cordon.
 Text never crosses: the engine knows token ids only. Weights never cross: the engine reads adapters from the store.
 """
@@ -98,14 +98,14 @@ class Evict(msgspec.Struct, frozen=True, tag=True):
     adapter: str
 
 
-class Keep(msgspec.Struct, frozen=True, tag=True):
+class Pin(msgspec.Struct, frozen=True, tag=True):
     """Have these adapters on the device whether they are asked for or not, and no others for that reason: an operator's
     pins. They take rows from others, and give none, but for what is in use."""
 
     adapters: tuple[str, ...]
 
 
-class Ask(msgspec.Struct, frozen=True, tag=True):
+class Ping(msgspec.Struct, frozen=True, tag=True):
     """Is the engine there? The answer is Stats, after the step that runs."""
 
 
@@ -115,7 +115,7 @@ class Drain(msgspec.Struct, frozen=True, tag=True):
     limit_seconds: float
 
 
-ToEngine = Submit | Abort | Load | Evict | Keep | Ask | Drain
+ToEngine = Submit | Abort | Load | Evict | Pin | Ping | Drain
 
 
 # ---- engine -> API
@@ -238,7 +238,7 @@ class Cordon(msgspec.Struct, frozen=True, tag=True):
 FromEngine = Ready | Tokens | Finished | Stats | Fatal | Cordon
 
 
-class EngineSaid(msgspec.Struct, frozen=True):
+class EngineStatus(msgspec.Struct, frozen=True):
     """Of one engine: its state ("silent": ready, but it does not answer; "missing": it should be there and nobody knows
     of it; ready, but cordoned: the reason), one sentence about its last death, what it has to do, how many requests for
     adapters went to it by where the adapter was then, how many it lost that another one got, and its last Stats."""

@@ -44,7 +44,7 @@ class TokenStream(AsyncIterator[Tokens | Finished]):
 
     def die(self, error: EngineDied) -> None:
         self._death = error
-        self._tell()
+        self._notify()
 
     def listen(self, listener: Callable[[], None], _begin_anew: Callable[[], bool] | None = None) -> None:
         """Call `listener` whenever `poll` has something to give or to raise, now if it has already. It never raises.
@@ -76,7 +76,7 @@ class TokenStream(AsyncIterator[Tokens | Finished]):
             await self._news.wait()
         raise StopAsyncIteration
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         if self._listener is not None:
             self._listener()
         else:

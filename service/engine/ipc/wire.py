@@ -48,7 +48,7 @@ class Outbox(Generic[_Message]):
         self._writer = writer
         self._unsent: list[msgspec.Raw] = []
 
-    def say(self, message: _Message) -> None:
+    def send(self, message: _Message) -> None:
         """Never waits. What msgpack cannot express is raised to who says it, and harms nobody else's message."""
         encoded = msgspec.Raw(_encoder.encode(message))
         if not self._unsent:

@@ -40,7 +40,7 @@ class HostSource(Protocol):
 
 
 class Loader(Protocol):
-    """Does what is submitted, one after the other: in a thread (`BriefThread`), or when a test says so."""
+    """Does what is submitted, one after the other: in a thread (`TransientThread`), or when a test says so."""
 
     def submit(self, work: Callable[[], None]) -> None:
         """Do `work`, which handles its own errors, after what was submitted before it. Raises RuntimeError, and has not

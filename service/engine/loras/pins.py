@@ -24,13 +24,13 @@ class OperatorPins:
     def __contains__(self, digest: str) -> bool:
         return digest in self._tried
 
-    def keep(self, digests: Collection[str]) -> None:
+    def pin(self, digests: Collection[str]) -> None:
         """These, and no others."""
         if self._residency is None:
             return
         self._yield_to = None
         self._tried = {digest: self._tried.get(digest, -1) for digest in digests}
-        self._residency.keep(digests)
+        self._residency.set_operator_pins(digests)
         self._users.num_pin_changes += 1
 
     def give_up(self, digest: str) -> None:
@@ -47,16 +47,16 @@ class OperatorPins:
         for digest, could_join in wanted.items():
             if could_join or self._residency.state_of(digest) in (AdapterState.COPYING, AdapterState.DEVICE):
                 continue
-            if not self._residency.fits_beside_kept(self._users[digest].rows):
+            if not self._residency.fits_beside_operator_pins(self._users[digest].rows):
                 self._yield_to = digest
-                self._residency.keep(())
+                self._residency.set_operator_pins(())
                 self._users.num_pin_changes += 1
                 return
 
     def users_left(self, digest: str) -> None:
         """An adapter has no users any more."""
         if digest == self._yield_to:
-            self.keep(list(self._tried))
+            self.pin(list(self._tried))
 
     def due(self) -> Iterator[str]:
         """Those that are to be brought and may have room by now, each once until that may be so again."""

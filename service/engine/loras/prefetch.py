@@ -71,7 +71,7 @@ class AdapterLoads:
         self._users = AdapterUsers(rows)
         self._hints: dict[str, None] = {}  # not begun yet, in the order of their arrival
         self._hinted: str | None = None  # being read ahead of any request
-        self._kept = OperatorPins(self.residency, self._users)
+        self._pins = OperatorPins(self.residency, self._users)
         self._is_short_of_places = False  # who could run was left unread in this step
         self._failures: dict[str, Failure] = {}
 
@@ -109,7 +109,7 @@ class AdapterLoads:
     def leave(self, digest: str) -> None:
         """It is over, and holds no pin any more."""
         if self._users.leave(digest):
-            self._kept.users_left(digest)
+            self._pins.users_left(digest)
             if self.residency is not None and self.residency.state_of(digest) is AdapterState.HOST:
                 self.residency.release(digest)
 
@@ -119,9 +119,9 @@ class AdapterLoads:
         if self.residency is not None:
             self._hints[digest] = None
 
-    def keep(self, digests: Collection[str]) -> None:
+    def pin(self, digests: Collection[str]) -> None:
         """See `OperatorPins.keep`."""
-        self._kept.keep(digests)
+        self._pins.pin(digests)
 
     def evict(self, digest: str) -> None:
         """Its files are gone, or new ones are in their place: forget it, on the device and in host memory, as soon as
@@ -150,7 +150,7 @@ class AdapterLoads:
         residency = self.residency
         if residency is None or not wanted:
             return
-        self._kept.yield_to_some(wanted)
+        self._pins.yield_to_some(wanted)
         places = self._num_places(first)
         useful, others, spare = [], [], []
         for digest, could_join in wanted.items():
@@ -254,14 +254,14 @@ class AdapterLoads:
         residency = self.residency
         if residency is None:
             return
-        for digest in self._kept.due():
+        for digest in self._pins.due():
             self._hints.setdefault(digest)
         while self._hints and not is_short and not residency.num_in(AdapterState.READING):
             digest = next(iter(self._hints))
             del self._hints[digest]
             if digest in self._users or residency.state_of(digest) not in (AdapterState.ABSENT, AdapterState.HOST):
                 continue
-            if residency.state_of(digest) is AdapterState.HOST and digest not in self._kept:
+            if residency.state_of(digest) is AdapterState.HOST and digest not in self._pins:
                 continue
             self._hinted = digest
             if residency.state_of(digest) is AdapterState.ABSENT:
@@ -324,7 +324,7 @@ class AdapterLoads:
                 log.info("adapter %s has left the store, and nobody waits for it", digest)
             else:
                 log.warning("adapter %s could not be read", digest, exc_info=error)
-            self._kept.give_up(digest)
+            self._pins.give_up(digest)
             self._fail(digest, _unread(digest, error))
         elif self.residency.state_of(digest) is not AdapterState.HOST:
             if wanted is not None:  # nobody wanted it when its turn came
@@ -361,7 +361,7 @@ class AdapterLoads:
         """To the device, if it is asked for by nobody: rows of others are taken for the operator's alone."""
         assert self.residency is not None
         self._hinted = None
-        self._copy(digest, may_evict=digest in self._kept)
+        self._copy(digest, may_evict=digest in self._pins)
         if self.residency.state_of(digest) is AdapterState.HOST:
             self.residency.release(digest)
 

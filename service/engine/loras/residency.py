@@ -100,7 +100,7 @@ class Residency:
         self._copying: dict[str, _Copying] = {}
         self._unended: set[str] = set()  # reads
         self._pinned: Counter[str] = Counter()
-        self._kept_by_operator: frozenset[str] = frozenset()
+        self._operator_pins: frozenset[str] = frozenset()
         # (digest, copy, error, seconds); neither where nobody wanted it any more when its turn came
         self._ended: queue.SimpleQueue[tuple[str, Any, Exception | None, float]] = queue.SimpleQueue()
 
@@ -217,17 +217,17 @@ class Residency:
         """Whether requests run with it."""
         return digest in self._pinned
 
-    def fits_beside_kept(self, rows: Mapping[str, int]) -> bool:
+    def fits_beside_operator_pins(self, rows: Mapping[str, int]) -> bool:
         """Whether the operator's adapters that are on the device would leave one of so many rows its room."""
-        kept = [digest for digest in self._kept_by_operator if self.state_of(digest) is AdapterState.DEVICE]
+        kept = [digest for digest in self._operator_pins if self.state_of(digest) is AdapterState.DEVICE]
         return self.rows.fits_beside(rows, kept, and_held=False)
 
-    def keep(self, digests: Collection[str]) -> None:
-        """Of these, no rows go to others, once they are on the device."""
-        before, self._kept_by_operator = self._kept_by_operator, frozenset(digests)
-        for digest in before ^ self._kept_by_operator:
+    def set_operator_pins(self, digests: Collection[str]) -> None:
+        """Keep the rows of these adapters, and of no others for an operator, from the time they are on the device."""
+        before, self._operator_pins = self._operator_pins, frozenset(digests)
+        for digest in before ^ self._operator_pins:
             if self.state_of(digest) is AdapterState.DEVICE:
-                self.rows.hold(digest, digest in self._kept_by_operator)
+                self.rows.hold(digest, digest in self._operator_pins)
 
     # ---- both, between steps
 
@@ -339,7 +339,7 @@ class Residency:
         copying = self._copying.pop(digest)
         self.rows.publish(copying.mark)
         self._to(digest, AdapterState.DEVICE)
-        self.rows.hold(digest, digest in self._kept_by_operator)
+        self.rows.hold(digest, digest in self._operator_pins)
         del self._held[digest]
         self._load_seconds.append(("device", time.perf_counter() - copying.began_seconds))
         self.loaded_bytes["device"] += copying.num_bytes

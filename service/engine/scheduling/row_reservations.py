@@ -19,9 +19,8 @@ other tenants.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, abc
 from collections.abc import Collection
-from collections.abc import Sequence as Items
 from dataclasses import dataclass
 
 from service.engine.loras.prefetch import AdapterLoads
@@ -64,7 +63,7 @@ class Reservation:
         )
 
 
-class RowSharing:
+class RowReservations:
     """See the module's docstring. Decides, and changes neither rows nor requests."""
 
     def __init__(self, queue: FairQueue, adapter_loads: AdapterLoads, *, max_steps: int) -> None:
@@ -75,7 +74,7 @@ class RowSharing:
         self.first: str | None = None
         self._reservation: Reservation | None = None
 
-    def begin_step(self, running: Items[Sequence]) -> None:
+    def begin_step(self, running: abc.Sequence[Sequence]) -> None:
         """See who has waited too long."""
         late = (flow.waiting[0] for flow in self._queue.flows() if flow.steps_waiting_for_rows >= self._max_steps)
         holder = min(late, key=age, default=None)
@@ -117,7 +116,7 @@ class RowSharing:
 
     # ---- inner parts
 
-    def _reserve(self, holder: Sequence, adapter: str, running: Items[Sequence]) -> Reservation:
+    def _reserve(self, holder: Sequence, adapter: str, running: abc.Sequence[Sequence]) -> Reservation:
         tokens_left: dict[str, int] = {}
         for one in running:
             if one.adapter is not None:

@@ -31,10 +31,10 @@ from itertools import accumulate, pairwise
 from service.engine.loras.prefetch import AdapterLoads
 from service.engine.scheduling.fair_queue import FairQueue
 from service.engine.scheduling.kv_blocks import BlockPool
-from service.engine.scheduling.row_reservations import RowSharing
+from service.engine.scheduling.row_reservations import RowReservations
 from service.engine.scheduling.step_tokens import StepTokens
 from service.engine.scheduling.tenant_queue import Flow, age
-from service.engine.sequences.grammar_budget import GrammarTurns
+from service.engine.sequences.grammar_budget import GrammarBudget
 from service.engine.sequences.sequence import ScheduledChunk, Sequence
 from service.engine.sequences.slots import Slots
 
@@ -68,9 +68,9 @@ class Scheduler:
         self.adapter_loads = adapter_loads
         self.running: list[Sequence] = []
         self.num_preemptions = 0
-        self.grammar_turns = GrammarTurns()
+        self.grammar_budget = GrammarBudget()
         self._queue = FairQueue(token_budget)
-        self._row_sharing = RowSharing(self._queue, adapter_loads, max_steps=max_steps_waiting_for_rows)
+        self._row_reservations = RowReservations(self._queue, adapter_loads, max_steps=max_steps_waiting_for_rows)
         self._block_size = block_size_tokens
         self._token_budget = token_budget
         self._max_prompt_logits = max_prompt_logits
@@ -136,7 +136,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Let waiting sequences run, and have the adapters read that others of them wait for."""
-        self._row_sharing.begin_step(self.running)
+        self._row_reservations.begin_step(self.running)
         ready, unread = [], []
         for flow in self._queue.flows():
             if flow.waiting and (flow.adapter is None or self.adapter_loads.is_on_device(flow.adapter)):
@@ -160,20 +160,20 @@ class Scheduler:
         tenants = set()
         for flow in self._queue.turns(flows):
             assert flow.adapter is not None, "the base is not read"
-            may_join = any(map(self._row_sharing.lets_in, flow.waiting))
+            may_join = any(map(self._row_reservations.lets_in, flow.waiting))
             has_room = may_join and self.adapter_loads.has_room(flow.adapter)
             if may_join and not has_room and flow.tenant not in tenants:
                 tenants.add(flow.tenant)  # other tenants' rows are asked for once
-                has_room = bool(self._row_sharing.yielding_to(flow.waiting[0]))
+                has_room = bool(self._row_reservations.yielding_to(flow.waiting[0]))
             wanted[flow.adapter] = wanted.get(flow.adapter, False) or has_room
-        self.adapter_loads.prefetch(wanted, self._row_sharing.first)
+        self.adapter_loads.prefetch(wanted, self._row_reservations.first)
 
     def _join(self, flows: list[Flow]) -> None:
         """Let sequences of these run, whose adapters have been read; see the module's docstring."""
         prompts = [one for one in self.running if one.num_to_compute > 1]
         budget = self._token_budget - (len(self.running) - len(prompts))
         free_blocks = self._free_blocks()
-        for sequence in self._queue.in_turn(flows, self._row_sharing.lets_in):
+        for sequence in self._queue.in_turn(flows, self._row_reservations.lets_in):
             if sequence.num_in_flight:  # it has just yielded, and joins when all its tokens are known
                 continue
             # Without a free slot one that decodes makes room, also in the budget.
@@ -212,7 +212,7 @@ class Scheduler:
         if adapter is None or self.adapter_loads.is_on_device(adapter):
             return True
         if not self.adapter_loads.can_bring(adapter):
-            yielding = self._row_sharing.yielding_to(sequence)
+            yielding = self._row_reservations.yielding_to(sequence)
             if not yielding:
                 self._queue.flow_of(sequence).steps_waiting_for_rows += 1
                 return False
@@ -260,9 +260,9 @@ class Scheduler:
         chunks: dict[int, ScheduledChunk] = {}
         prompts: list[Sequence] = []
         others: list[Sequence] = []
-        sitting_out = self.grammar_turns.sitting_out(self.running)
+        deferred = self.grammar_budget.deferred(self.running)
         for sequence in self.running:
-            if sequence not in sitting_out:
+            if sequence not in deferred:
                 (prompts if sequence.num_to_compute > 1 else others).append(sequence)
         if len(prompts) > 1:
             prompts.sort(key=self._queue.prompt_turn)
@@ -275,7 +275,7 @@ class Scheduler:
                 if sequence.is_running:
                     self._add_chunk(chunks, sequence, tokens)
         if not chunks:  # nobody is held up by those that were to sit out
-            for sequence in sorted(sitting_out, key=age):
+            for sequence in sorted(deferred, key=age):
                 if sequence.is_running:
                     self._add_chunk(chunks, sequence, tokens)
         return list(chunks.values())

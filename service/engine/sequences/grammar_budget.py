@@ -19,9 +19,8 @@ the keys file that has used a grammar. The thread that makes masks writes what w
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, abc
 from collections.abc import Callable
-from collections.abc import Sequence as Items
 
 from service.engine.sequences.constraint import Account
 from service.engine.sequences.sequence import Sequence
@@ -30,7 +29,7 @@ MAX_SECONDS_OWED = 20e-3
 MAX_NEW = 4
 
 
-class GrammarTurns:
+class GrammarBudget:
     """See the module's docstring. `clock` tells seconds that pass."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -44,7 +43,7 @@ class GrammarTurns:
             account = self._accounts[tenant] = Account(self._clock())
         return account
 
-    def sitting_out(self, running: Items[Sequence]) -> set[Sequence]:
+    def deferred(self, running: abc.Sequence[Sequence]) -> set[Sequence]:
         """Of these, which are in the order of arrival, those that have no part in the next step; never all of them."""
         bound = [one for one in running if one.constraint is not None and one.constraint.account is not None]
         if not bound:
@@ -67,7 +66,7 @@ class GrammarTurns:
         return held if len(held) < len(running) else set()
 
 
-def _unproven(bound: Items[Sequence]) -> list[Sequence]:
+def _unproven(bound: abc.Sequence[Sequence]) -> list[Sequence]:
     """Of sequences with grammars, those whose next mask may be costly."""
     constraints = [one.constraint for one in bound if one.constraint is not None]
     cheap = {one.grammar for one in constraints if one.num_masks and not one.is_costly}

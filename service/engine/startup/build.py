@@ -33,7 +33,7 @@ from service.engine.model.runner import ModelRunner
 from service.engine.startup.budgets import Budgets, ModelSizes, budgets_behind_graphs, decide_budgets, sentences, shown
 from service.engine.startup.graph_memory import TRIAL_BLOCKS, measure_graphs
 from service.engine.startup.preparations import Preparations
-from service.engine.transient_thread import BriefThread
+from service.engine.transient_thread import TransientThread
 from service.machine import memory_bytes
 from service.models.checkpoint.checkpoint import OpenTensors, open_checkpoint
 from service.models.families import model_spec
@@ -114,7 +114,7 @@ def build_engine(
     for reason in reasons:
         log.info("%s", reason)
     runner = ModelRunner(loaded, config, platform, graphs)
-    adapter_loader = loader or BriefThread("adapter-loader")
+    adapter_loader = loader or TransientThread("adapter-loader")
     source, tokens = None if rows is None else host, beside.tokens()
     return Engine(runner, rows, source, config, ops, loader=adapter_loader, tokens=tokens, compiler=loader)
 

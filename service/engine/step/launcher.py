@@ -28,7 +28,7 @@ from service.engine.step.outputs import StepSampling, sampling_of
 from service.engine.step.pooling import PooledStep, Pools
 from service.engine.step.request_table import RequestTable
 from service.engine.step.results import ResultBuffers, StepResult
-from service.engine.step.row_compaction import LowRows
+from service.engine.step.row_compaction import RowCompaction
 from service.models.step_batch import StepBatch
 
 
@@ -68,7 +68,7 @@ class StepLauncher:
         capacity = runner.capacity
         self._runner = runner
         self._rows = rows
-        self._low_rows = None if rows is None or not capacity.swaps_rows else LowRows(rows)
+        self._row_compaction = None if rows is None or not capacity.swaps_rows else RowCompaction(rows)
         self._blocks = blocks
         self._block_size = config.block_size_tokens
         self._keeps_tokens = keeps_tokens
@@ -97,8 +97,8 @@ class StepLauncher:
     def fill(self, chunks: list[ScheduledChunk]) -> FilledStep:
         """Bring the step's inputs to the device."""
         adapters = frozenset(chunk.adapter for chunk in chunks if chunk.adapter is not None)
-        if adapters and self._low_rows is not None:
-            self._low_rows.bring(adapters, padded_tokens(sum(chunk.num_tokens for chunk in chunks)))
+        if adapters and self._row_compaction is not None:
+            self._row_compaction.bring(adapters, padded_tokens(sum(chunk.num_tokens for chunk in chunks)))
         inputs = [self._input_of(chunk) for chunk in chunks]
         order = adapter_order(inputs)
         chunks, inputs = [chunks[i] for i in order], [inputs[i] for i in order]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Sequence_
+from collections import abc
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,7 +32,7 @@ class StepSampling:
         return [sequence for sequence in self.sequences if sequence.constraint is not None]
 
 
-def sampling_of(chunks: Sequence_[ScheduledChunk], num_logits: int, vocab: int) -> StepSampling:
+def sampling_of(chunks: abc.Sequence[ScheduledChunk], num_logits: int, vocab: int) -> StepSampling:
     """chunks  of a step, in its order
 
     num_logits, vocab  shape of the logits, rows of padding included

@@ -6,7 +6,7 @@ of the launches: a sequence that begins anew, after a preemption or in another's
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Sequence_
+from collections import abc
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,7 +39,7 @@ class Pools:
     def __init__(self) -> None:
         self._sums: dict[int, torch.Tensor] = {}
 
-    def pool(self, hidden: torch.Tensor, chunks: Sequence_[ScheduledChunk]) -> PooledStep:
+    def pool(self, hidden: torch.Tensor, chunks: abc.Sequence[ScheduledChunk]) -> PooledStep:
         """hidden  [tokens, hidden_size] of the chunks, in their order, and of padding"""
         sequences, vectors, start = [], [], 0
         for chunk in chunks:

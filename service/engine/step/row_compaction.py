@@ -17,7 +17,7 @@ from service.engine.loras.interfaces import Rows
 MAX_ADAPTERS_A_STEP = 4
 
 
-class LowRows:
+class RowCompaction:
     """Between launches of steps."""
 
     def __init__(self, rows: Rows) -> None:

@@ -15,7 +15,7 @@ _STANDARD_DEVIATION = 0.02
 _POOL_NUMBERS = 1 << 26
 
 
-class MadeUpAdapters(HostTier):
+class FakeAdapters(HostTier):
     """A host tier that makes its adapters up: rank `rank` on every projection of every layer, another one by digest.
 
     All are cut out of one pool of random numbers at places that follow from the digest: the loader copies them into a

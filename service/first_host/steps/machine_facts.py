@@ -51,7 +51,7 @@ def environment(host: StepHost) -> None:
         _look_for_devices(host)
     tool = _TOOLS.get(host.device_type)
     if tool is not None:
-        host.facts(**{tool[0].replace("-", "_"): _said_by(tool)})
+        host.facts(**{tool[0].replace("-", "_"): _output_of(tool)})
 
 
 def _look_for_devices(host: StepHost) -> None:
@@ -176,7 +176,7 @@ def _read(path: Path) -> str | None:
         return None
 
 
-def _said_by(command: Sequence[str]) -> str | None:
+def _output_of(command: Sequence[str]) -> str | None:
     """None if there is no such program."""
     if shutil.which(command[0]) is None:
         return None

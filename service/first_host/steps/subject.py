@@ -15,7 +15,7 @@ from service.engine.ipc.messages import Submit
 from service.engine.process import compile_kernels, warm_up
 from service.engine.startup.build import build_engine, decide, shapes_to_probe
 from service.first_host.steps.driving import Driver, Run, greedy, run_to_the_end
-from service.first_host.steps.fake_adapters import MadeUpAdapters
+from service.first_host.steps.fake_adapters import FakeAdapters
 from service.first_host.steps.step_process import StepHost
 from service.machine import num_usable_cpus
 from service.models.layouts import layout_of
@@ -80,7 +80,7 @@ def build_subject(host: StepHost, **changed: object) -> Subject:
     config, _ = decide(options, host.device)
     layout = layout_of(read_config(Path(options.model_dir)))
     host.tell("loading the model")
-    adapters = MadeUpAdapters(layout, RANK, shapes_to_probe(config).torch_row_dtype)
+    adapters = FakeAdapters(layout, RANK, shapes_to_probe(config).torch_row_dtype)
     engine = build_engine(options, adapters=adapters)
     host.tell("compiling and capturing")
     compile_kernels(engine)

@@ -139,7 +139,7 @@ class Fleet:
 
     def pin(self) -> None:
         digests = [record.digest for record in self.store.names().values()]
-        self.loads.keep(self.rng.sample(digests, min(len(digests), self.rng.randint(0, 1))))
+        self.loads.pin(self.rng.sample(digests, min(len(digests), self.rng.randint(0, 1))))
 
     def hint(self) -> None:
         self._if_there(lambda name: self.loads.hint(self.store.get(name).digest))
@@ -230,7 +230,7 @@ def test_random_uploads_moves_pins_loads_evictions_and_requests_add_up(seed: int
                 fleet.leave(user)
             fleet.check()
         assert not fleet.users, "somebody waits for ever"
-        fleet.loads.keep(())
+        fleet.loads.pin(())
         for name in fleet.store.names():
             fleet.store.delete(name)
         fleet.loader.do_all()

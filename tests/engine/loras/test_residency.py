@@ -125,13 +125,13 @@ def test_an_operator_keeps_adapters_on_the_device_against_those_that_are_asked_f
     mock.submit("first", adapter="a5", max_tokens=1)
     mock.submit("second", adapter="a6-2", max_tokens=1)
     mock.settle()
-    mock.engine.adapter_loads.keep(["a7-2"])
+    mock.engine.adapter_loads.pin(["a7-2"])
     mock.step_until(lambda: state_of(mock, "a7-2") is AdapterState.DEVICE)
     for i in range(8, 20):
         mock.submit(f"r{i}", adapter=f"a{i}", max_tokens=2)
     mock.settle()
     assert state_of(mock, "a7-2") is AdapterState.DEVICE
-    mock.engine.adapter_loads.keep([])
+    mock.engine.adapter_loads.pin([])
     mock.submit("large", adapter="a20-3", max_tokens=2)
     mock.settle()
     assert state_of(mock, "a7-2") is AdapterState.ABSENT
@@ -140,7 +140,7 @@ def test_an_operator_keeps_adapters_on_the_device_against_those_that_are_asked_f
 
 def test_what_an_operator_keeps_yields_to_one_that_has_no_room_beside_it_and_comes_back() -> None:
     mock = make_mock_engine(num_rows=4)
-    mock.engine.adapter_loads.keep(["a1-2", "a2"])
+    mock.engine.adapter_loads.pin(["a1-2", "a2"])
     mock.submit("base", max_tokens=1)
     mock.step_until(lambda: {state_of(mock, one) for one in ("a1-2", "a2")} == {AdapterState.DEVICE})
     mock.submit("large", adapter="a3-3", max_tokens=2)
@@ -155,7 +155,7 @@ def test_what_an_operator_keeps_yields_to_one_that_has_no_room_beside_it_and_com
 def test_one_that_cannot_be_kept_is_not_tried_for_ever() -> None:
     mock = make_mock_engine(num_rows=2)
     mock.host.broken.add("a1")
-    mock.engine.adapter_loads.keep(["a1", "a2-2"])
+    mock.engine.adapter_loads.pin(["a1", "a2-2"])
     mock.submit("r", adapter="a3", max_tokens=6)
     mock.settle()
     for _ in range(10):

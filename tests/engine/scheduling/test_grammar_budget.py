@@ -10,7 +10,7 @@ import pytest
 
 from service.engine.sequences import grammar_budget
 from service.engine.sequences.constraint import SHARE, USUAL_SECONDS
-from service.engine.sequences.grammar_budget import MAX_NEW, MAX_SECONDS_OWED, GrammarTurns
+from service.engine.sequences.grammar_budget import MAX_NEW, MAX_SECONDS_OWED, GrammarBudget
 from tests.engine.scheduling.test_grammars import best, regex
 from tests.support.engine.engine_mock import MockEngine, expected_tokens, make_mock_engine
 
@@ -85,7 +85,7 @@ def test_one_in_debt_goes_on_when_the_others_have_ended(mock: MockEngine, monkey
 
 
 def sequence(
-    tenant: str, turns: GrammarTurns | None = None, *, num_masks: int = 1, grammar: str = "", is_costly: bool = False
+    tenant: str, turns: GrammarBudget | None = None, *, num_masks: int = 1, grammar: str = "", is_costly: bool = False
 ) -> Any:
     """Follows a grammar, if there are turns."""
     constraint = None
@@ -102,55 +102,55 @@ class _Sequence(SimpleNamespace):
 
 def test_what_is_owed_is_forgiven_at_a_share_of_the_time() -> None:
     now = [100.0]
-    turns = GrammarTurns(lambda: now[0])
+    turns = GrammarBudget(lambda: now[0])
     running = [sequence("a", turns), sequence("b", turns), sequence("c")]
     for _ in range(1000):
         turns.account("a").spend(USUAL_SECONDS)
         turns.account("b").spend(USUAL_SECONDS)
-    assert not turns.sitting_out(running), "usual grammars"
+    assert not turns.deferred(running), "usual grammars"
     turns.account("a").spend(3 * MAX_SECONDS_OWED)
-    assert turns.sitting_out(running) == {running[0]}
+    assert turns.deferred(running) == {running[0]}
     now[0] += 1.9 * MAX_SECONDS_OWED / SHARE
-    assert turns.sitting_out(running) == {running[0]}
+    assert turns.deferred(running) == {running[0]}
     now[0] += 0.2 * MAX_SECONDS_OWED / SHARE
-    assert not turns.sitting_out(running)
+    assert not turns.deferred(running)
     now[0] += 1000  # no claim is built up
     turns.account("a").spend(3 * MAX_SECONDS_OWED)
-    assert turns.sitting_out(running) == {running[0]}
-    assert not turns.sitting_out(running[:2]) - {running[0]}
+    assert turns.deferred(running) == {running[0]}
+    assert not turns.deferred(running[:2]) - {running[0]}
 
 
 def test_new_ones_that_wait_have_their_turn_behind_those_that_came_before() -> None:
-    turns = GrammarTurns()
+    turns = GrammarBudget()
     new = [sequence("a", turns, num_masks=0) for _ in range(MAX_NEW + 2)]
-    assert turns.sitting_out([*new, sequence("b")]) == set(new[MAX_NEW:])
-    assert not turns.sitting_out(new), "nobody else runs"
+    assert turns.deferred([*new, sequence("b")]) == set(new[MAX_NEW:])
+    assert not turns.deferred(new), "nobody else runs"
     known = [sequence("a", turns) for _ in range(9)]
-    assert turns.sitting_out([*known, *new, sequence("b")]) == set(new[MAX_NEW:])
+    assert turns.deferred([*known, *new, sequence("b")]) == set(new[MAX_NEW:])
 
 
 def test_two_in_debt_do_not_stop_the_engine() -> None:
-    turns = GrammarTurns(lambda: 0.0)
+    turns = GrammarBudget(lambda: 0.0)
     for tenant in "ab":
         turns.account(tenant).spend(10.0)
-    assert not turns.sitting_out([sequence("a", turns), sequence("b", turns)])
+    assert not turns.deferred([sequence("a", turns), sequence("b", turns)])
 
 
 def test_of_one_tenant_those_sit_out_whose_masks_may_be_costly() -> None:
     now = [100.0]
-    turns = GrammarTurns(lambda: now[0])
+    turns = GrammarBudget(lambda: now[0])
     free, usual = sequence("a"), [sequence("a", turns, grammar="usual") for _ in range(9)]
     fresh = [sequence("a", turns, num_masks=0, grammar="usual") for _ in range(9)]
     unknown = [sequence("a", turns, num_masks=0, grammar="unknown") for _ in range(MAX_NEW + 2)]
     costly = [sequence("a", turns, grammar="costly", is_costly=True) for _ in range(MAX_NEW + 2)]
     doubted = sequence("a", turns, num_masks=0, grammar="costly")
     calmed = sequence("a", turns, grammar="costly")
-    assert not turns.sitting_out([*usual, *fresh, free])
-    assert turns.sitting_out([*unknown, *usual]) == set(unknown[MAX_NEW:])
-    assert turns.sitting_out([*costly, doubted, calmed]) == {*costly[MAX_NEW:], doubted}
-    assert not turns.sitting_out([*costly, doubted, *unknown]), "nothing else runs"
+    assert not turns.deferred([*usual, *fresh, free])
+    assert turns.deferred([*unknown, *usual]) == set(unknown[MAX_NEW:])
+    assert turns.deferred([*costly, doubted, calmed]) == {*costly[MAX_NEW:], doubted}
+    assert not turns.deferred([*costly, doubted, *unknown]), "nothing else runs"
     turns.account("a").spend(3 * MAX_SECONDS_OWED)
-    assert turns.sitting_out([*usual, *fresh, *costly, *unknown]) == {*costly, *unknown}
-    assert turns.sitting_out([free, *usual]) == set()
+    assert turns.deferred([*usual, *fresh, *costly, *unknown]) == {*costly, *unknown}
+    assert turns.deferred([free, *usual]) == set()
     now[0] += 3.1 * MAX_SECONDS_OWED / SHARE
-    assert turns.sitting_out([free, *costly]) == set(costly[MAX_NEW:])
+    assert turns.deferred([free, *costly]) == set(costly[MAX_NEW:])
