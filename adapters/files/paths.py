@@ -1,12 +1,11 @@
-"""Where things lie below the store's root; both processes compute it from the same layout.
+"""Paths below the store's root; both processes compute them from the same layout.
 
 <root>/<layout fingerprint>/lock
                             staging/<random>/        uploads in progress and files on their way out
                             adapters/<digest>/       adapter_config.json, adapter_model.safetensors, manifest.json
-                            names/<name>             what a name stands for (`adapters.files.name_versions.NameRecord`);
-                            `/` is %2F retired/<name>           the last of a name that was deleted: its numbers go on
-                            index.sqlite             what listings need of them, made of these files
-                            (`adapters.store.sqlite_index`)
+                            names/<name>             the record of a name, `/` as %2F (`adapters.files.name_versions`)
+                            retired/<name>           the last record of a deleted name: its numbers go on
+                            index.sqlite             the listings' index of these files (`adapters.store.sqlite_index`)
 
 Where several servers share the store (`adapters.store.shared_log`), beside these:
                             staging/<server>/        each server's own

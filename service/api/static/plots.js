@@ -22,7 +22,7 @@ const PLOTS = [
   ["Throughput", "tokens/s", (now, before) => per(now, before, "step_tokens_sum", "seconds")],
   ["Time to first token", "ms", mean("time_to_first_token_seconds")],
   ["Time of a step", "ms", mean("step_seconds")],
-  ["Adapter rows in use", "", (now) => now.get("adapter_rows_used"), (now) => now.get("adapter_rows_total")],
+  ["Adapter rows", "", (now) => now.get("adapter_rows_used"), (now) => now.get("adapter_rows_total")],
 ];
 
 /** Unlabelled values by name without its prefix; of labelled ones the sum. */
