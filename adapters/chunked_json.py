@@ -1,8 +1,8 @@
-"""JSON texts of megabytes, parsed in pieces: Python's lock is kept for one of them at a time (`gil_lock.py`).
+"""Parsing of JSON texts of megabytes in pieces, each under the process's fair lock (`gil_lock.py`).
 
-A list or object that is longer than a piece is read a run of items at a time, each run by Python's own parser; a text
-of that length a run of characters at a time. So the value, and what is said of a text that is no JSON, are those of
-that parser. The time it takes is proportional to the length.
+A list or object longer than a piece is parsed a run of items at a time, each run by Python's own parser; a string of
+that length a run of characters at a time. So values and error messages are those of Python's parser. The time is
+proportional to the length.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class _Reader:
         self._keys: list[str | None] = []  # of each of them the field whose value is open, too
 
     def pieces(self) -> Generator[None]:
-        """Reads; `value` holds when it has ended."""
+        """Parse; `value` is complete when the generator has ended."""
         if len(self._text) <= PIECE_BYTES:
             self.value = self._parse(self._text)
             if isinstance(self.value, dict):
@@ -182,7 +182,7 @@ class _Reader:
             self._merge(top, self._fields({cast("str", self._keys[-1]): value}))
 
     def _fields(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Of the object that is open, as they are to be kept."""
+        """The fields of the open object, after `field` was applied to those of the outermost one."""
         if self._field is None or len(self._open) > 1:
             return fields
         return {name: self._field(name, value) for name, value in fields.items()}

@@ -1,6 +1,6 @@
-"""What can be wrong with an adapter or with the store; the API maps each class to one HTTP status.
+"""Errors of adapters and of the store; the API maps each class to one HTTP status.
 
-Messages are sentences for the person who uploaded: they name the thing and say what to do. They never hold a path of
+Messages are sentences for the person who uploaded: they name the thing and say what to do. They never contain a path of
 this machine.
 """
 

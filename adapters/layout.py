@@ -1,4 +1,4 @@
-"""What an adapter can bind to: the projections of a base model, described without torch.
+"""The projections of a base model that an adapter can bind to, described without torch.
 
 `service.models.layouts` derives a `BaseLayout` from a checkpoint's config.json; the API process checks uploads
 against it and the engine process sizes the row pool by it.

@@ -1,4 +1,4 @@
-"""How the side budget becomes lines and tables: what adapters have that is no row of rank."""
+"""Division of the non-LoRA budget into lines and tables."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def non_lora_unit_bytes(layout: BaseLayout, element_bytes: int) -> dict[Group, i
 
 
 def plan_non_lora(units: Mapping[Group, int], budget_bytes: int) -> dict[Group, int]:
-    """Half of the budget for lines, up to MAX_LINES; what they leave for tables, as many of heads as of embeddings.
-    Where no table fits, all of it for lines. One line more, the base's, is paid for."""
+    """Lines and tables per non-LoRA group: half of the budget for lines, up to MAX_LINES; the rest for tables, as many
+    of heads as of embeddings. Where no table fits, all of it for lines. The base's line is paid for too."""
     line_bytes = units["vectors"] + units["norms"]
     table_bytes = units["saved_embedding"] + units["saved_head"]
     lines = _lines(budget_bytes // 2, line_bytes)
@@ -45,7 +45,7 @@ def plan_non_lora(units: Mapping[Group, int], budget_bytes: int) -> dict[Group, 
 
 
 def non_lora_bytes_for(line_bytes: int, table_bytes: int, *, num_lines: int = 0, num_tables: int = 0) -> int:
-    """A budget that `plan_non_lora` makes so many lines, and so many tables of each kind, of at least.
+    """A budget from which `plan_non_lora` makes at least so many lines, and so many tables of each kind.
 
     line_bytes   of one line of vectors and one of norms
     table_bytes  of an embedding and a head

@@ -1,4 +1,4 @@
-"""How something that is scarce is divided among those who pay for it, so that none of them can keep others out."""
+"""Division of a bounded resource among clients, so that none of them can exclude the others."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ NUM_SMALL = 64
 
 
 class ClientQuota:
-    """Counts places or bytes by payer. Not thread-safe.
+    """Counts slots or bytes by client. Not thread-safe.
 
-    A payer may hold as much as it leaves free of twice `most_of_one`: one alone `most_of_one`, a second one beside it
-    half of that, and so on, so that however many have all that they may, something is left. Where that is little:
+        max(held by one client) = (2 * most_of_one - held by the others) / 2
 
-    most_of_one  what a payer alone may hold
-    small        who holds no more than that gets it beyond twice `most_of_one`, up to NUM_SMALL times as much
-    always       who holds no more than that gets it whatever others hold
-    most         of all together, but for `always` of each payer
-    num_held     of all together
+    So a client that is alone may hold `most_of_one`, a second one beside it half of that, and so on: some is always
+    free.
+
+    most_of_one  the most of a client that is alone
+    small        beyond the rule, a client may hold this much while all clients together hold no more than `most`
+    always       a client may always hold this much
+    most         of all clients together, without what `always` admits: 2 * most_of_one + NUM_SMALL * small
+    num_held     of all clients together
     """
 
     def __init__(self, most_of_one: int, *, small: int = 0, always: int = 0) -> None:
@@ -29,11 +31,11 @@ class ClientQuota:
         self._held: Counter[str] = Counter()  # none holds 0
 
     def held_by(self, payer: str) -> int:
-        """What one payer holds."""
+        """The count of one client."""
         return self._held[payer]
 
     def take(self, payer: str, count: int) -> bool:
-        """Whether the payer may have so many more; if so it has them."""
+        """Add `count` to the client's if the quota allows it; returns whether it did."""
         if not count:
             return True
         wanted = self._held[payer] + count
@@ -47,7 +49,7 @@ class ClientQuota:
         return False
 
     def give_back(self, payer: str, count: int) -> None:
-        """The payer has so many less."""
+        """Subtract `count` from the client's."""
         left = self._held.pop(payer, 0) - count
         assert left >= 0, "more was given back than taken"
         self.num_held -= count

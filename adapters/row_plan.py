@@ -1,5 +1,5 @@
-"""How a byte budget becomes rows per projection group. Both processes compute it: the API to refuse uploads that could
-never fit, the engine to size the row pool."""
+"""Division of a byte budget into rows per projection group. Both processes compute it: the API to refuse uploads that
+could never fit, the engine to size the row pool."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ TABLE_BYTES = 8
 @dataclass(frozen=True, slots=True)
 class RowPlan:
     """rows, row_bytes: per group of the layout; row_bytes counts one row in all layers and projections of the group.
-    With a side budget the non-LoRA groups stand behind them: so many lines, or tables, and the bytes of one.
+    With a non-LoRA budget the non-LoRA groups follow: their numbers of lines, or tables, and the bytes of one.
 
-    num_places  most adapters that can be resident at once; follows from the rows, since each takes one range at least
-    alignment   ranges are multiples of it
-    table_bytes of ranks and scalings of all places, and of the lines of the base itself
-    max_rank    largest rank that the device's kernels take; None = any
+    num_places   most adapters that can be resident at once; follows from the rows, since each takes one range at least
+    alignment    ranges are multiples of it
+    table_bytes  of ranks and scalings of all places, and of the lines of the base itself
+    max_rank     largest rank that the device's kernels support; None = any
     """
 
     rows: dict[Group, int]
@@ -35,21 +35,21 @@ class RowPlan:
 
     @property
     def total_bytes(self) -> int:
-        """What the pool can come to occupy; never more than the budget it was planned for."""
+        """The most bytes that the pool can occupy; never more than its budget."""
         return sum(self.rows[group] * self.row_bytes[group] for group in self.rows) + self.table_bytes
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """In the order that `LoraMaps.first_rows` uses."""
+        """The groups in the order of `LoraMaps.first_rows`."""
         return tuple(self.rows)
 
     @property
     def num_rows(self) -> int:
-        """Of all groups, without what is no row."""
+        """Rows of all groups, without non-LoRA groups."""
         return sum(num for group, num in self.rows.items() if group not in NON_LORA_GROUPS)
 
     def length(self, group: str, num_rows: int) -> int:
-        """Of the range that so many rows, or lines, of the group take."""
+        """Length of the range for so many rows, or lines, of the group."""
         return num_rows if group in NON_LORA_GROUPS else self.aligned(num_rows)
 
     def aligned(self, rank: int) -> int:
@@ -64,7 +64,7 @@ class RowPlan:
         return None
 
     def refusal(self, group: Group, rows: Mapping[str, int]) -> str:
-        """Why `rows`, which are too many for this group, are refused; one sentence, and a hint to be added to."""
+        """The sentence that refuses `rows`, which are too many for this group; callers may add a hint."""
         needed, held, size = self.length(group, rows[group]), self.rows.get(group, 0), self.row_bytes.get(group, 0)
         if group in NON_LORA_GROUPS:
             return (
@@ -121,8 +121,8 @@ def plan_rows(
     max_rank: int | None = None,
     side_bytes: int = 0,
 ) -> RowPlan:
-    """Split `budget_bytes` so that an adapter over all layer groups uses them evenly, and `side_bytes` among the side
-    groups; total_bytes <= budget_bytes + side_bytes."""
+    """Split `budget_bytes` so that an adapter over all layer groups uses them evenly, and `side_bytes` among the
+    non-LoRA groups; total_bytes <= budget_bytes + side_bytes."""
     assert budget_bytes >= 0
     assert element_bytes > 0
     assert alignment > 0

@@ -41,11 +41,11 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Declared:
-    """What a field stands for.
+    """The declaration of one array field.
 
-    dtype    of numpy; `np.floating`: as the device likes it, see `number_dtype`
-    shape    of the sizes that a group is laid out for; None where these have no such array. It grows with each size
-    padding  what stands behind the values, on each axis on which they are fewer
+    dtype    of numpy; `np.floating`: the device's choice, see `number_dtype`
+    shape    from the sizes that a group is laid out for; None where these have no such array. It grows with each size
+    padding  the value behind the given ones, on each axis on which they are fewer
     """
 
     dtype: type[Any]

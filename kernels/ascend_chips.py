@@ -1,4 +1,4 @@
-"""What is known of Ascend chips beyond what they say of themselves. Data; not verified on an NPU.
+"""Constants of Ascend chips that the chips do not report themselves. Data; not verified on an NPU.
 
 On-chip sizes are those that bishengir's description of its targets states (`bishengir-opt --hacc-append-device-spec`).
 """

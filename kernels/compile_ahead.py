@@ -147,7 +147,7 @@ def _begin(target: dict[str, Any]) -> None:
 
 
 class _Driver:
-    """What Triton's compiler asks of a driver, without a device."""
+    """A driver for Triton's compiler without a device."""
 
     def __init__(self, target: Any) -> None:
         self._target = target

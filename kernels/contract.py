@@ -1,4 +1,4 @@
-"""What every implementation of an op states about itself, beside the functions that the op's `ops.py` calls."""
+"""The contract of every implementation of an op, beside the functions that the op's `ops.py` calls."""
 
 from __future__ import annotations
 
@@ -54,9 +54,10 @@ class Contract:
 
 
 def combined(contracts: Sequence[Contract]) -> Contract:
-    """That of several implementations that serve one op between them, each in regimes of its own.
+    """The contract of several implementations that serve one op together, each in regimes of its own.
 
-    They are not warmed up: what one of them does not serve, it may be unable to compile. They compile at first use.
+    They are not warmed up, because one may be unable to compile a regime that it does not serve; they compile at first
+    use.
     """
     if len(contracts) == 1:
         return contracts[0]

@@ -208,7 +208,7 @@ def implementation(op: str, device: torch.device, regime: str = "") -> ModuleTyp
 
 
 def contract(op: str, device: torch.device, regimes: Sequence[str] | None = None) -> Contract:
-    """What the module that serves `op` on `device` states about itself; the modules, where there are several.
+    """The contract of the module that serves `op` on `device`; the combined one where several modules do.
 
     regimes  those of the op that matter; None: all
     """

@@ -24,5 +24,5 @@ class QueryStarts(tuple[int, ...]):
 
     @property
     def num_tokens(self) -> int:
-        """Of all sequences together."""
+        """Tokens of all sequences together."""
         return self[-1]

@@ -1,4 +1,4 @@
-"""What the launches of all Triton kernels share: dependent launch, workspaces, and the count of compiled variants."""
+"""Shared parts of all Triton launches: dependent launch, workspaces, and the count of compiled variants."""
 
 from __future__ import annotations
 
@@ -43,10 +43,11 @@ def is_capturing(device: torch.device) -> bool:
 
 
 class Workspace:
-    """What the launches of one op hand over to one another lies here: one buffer for each device.
+    """Memory for intermediate results between the launches of one op: one buffer for each device.
 
-    The op must run on one stream of a device at a time. A buffer grows where more is taken than before, which must not
-    happen while a graph is captured; one that is outgrown is kept, as graphs captured earlier go on writing there.
+    The op must run on one stream of a device at a time. A buffer grows when more is requested than before, which must
+    not
+    happen while a graph is captured; an outgrown buffer is kept, since graphs captured earlier still write to it.
     """
 
     def __init__(self) -> None:

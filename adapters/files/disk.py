@@ -113,8 +113,8 @@ class StoreFiles:
         return self._read_names()[0]
 
     def name(self, name: str) -> NameRecord | None:
-        """What a name's file says now, None if there is none. What is damaged or cannot be read is logged. Raises
-        OSError where that says nothing of the name, since all names are away."""
+        """The record in a name's file, None if there is no file. A damaged or unreadable file is logged. Raises OSError
+        when the whole directory of names is unavailable, which says nothing about this name."""
         path = self._name_path(name)
         try:
             record = decode_name(path.read_bytes())
@@ -149,7 +149,7 @@ class StoreFiles:
         return names, unreadable
 
     def _name_path(self, name: str) -> Path:
-        """Names are those of their files, but for each `/`."""
+        """A name's file is called like the name, with each `/` quoted."""
         return self._names / quote(name, safe="")
 
     def _is_missing(self, digest: str) -> bool:
@@ -166,7 +166,7 @@ class StoreFiles:
         return {path.name for path in self._adapters.iterdir() if DIGEST.fullmatch(path.name)}
 
     def fault(self) -> WriteFault | None:
-        """What keeps the store from taking changes; seen by writing a file without a name."""
+        """The reason why the store cannot take changes, found by writing an unnamed file; None if it can."""
         return write_fault(self.staging)
 
     def has_adapter(self, digest: str) -> bool:
@@ -174,7 +174,7 @@ class StoreFiles:
         return (self._adapters / digest).exists()
 
     def identity(self, digest: str) -> tuple[int, ...] | None:
-        """Changes when other files are put under the digest, or the files are taken away; None without any."""
+        """Differs after other files were put under the digest or the files were removed; None without files."""
         try:
             found = (self._adapters / digest).stat()
         except FileNotFoundError:
@@ -277,23 +277,25 @@ class StoreFiles:
         sync_directory(self._names)
 
     def first_number(self, name: str) -> int:
-        """Of the versions of a name that there is none of: behind those that deleted ones of this name had."""
+        """The first version number of a new name: higher than all numbers of a deleted name that was called the
+        same."""
         return self._retired.first_number(self._name_path(name).name)
 
     def remove_adapter(self, digest: str) -> bool:
-        """Out of sight by one rename, and among what is taken out. False when it is not there."""
+        """Move the adapter out of sight by one rename and list it in `taken_out`. False when it is not there."""
         out = self._take_out(digest)
         if out is not None:
             self._taken_out.append(out)
         return out is not None
 
     def taken_out(self) -> list[Path]:
-        """Directories for the caller to `delete`, that were adapters before its change; each is told once."""
+        """Directories that were adapters before the caller's change, for the caller to `delete`; each is returned
+        once."""
         taken_out, self._taken_out = self._taken_out, []
         return taken_out
 
     def _take_out(self, digest: str) -> Path | None:
-        """Out of sight by one rename; returns where it is now, to be deleted."""
+        """Move the adapter out of sight by one rename; returns its new path, to be deleted, or None."""
         out = self.staging / f"gone-{uuid.uuid4().hex}"
         try:
             return (self._adapters / digest).rename(out)

@@ -1,4 +1,4 @@
-"""Files that outlast a failure of power once a call returns, and directories that go."""
+"""Durable writes, which survive a power failure once a call returns, and removal of directories."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def write_synced(path: Path, data: bytes) -> None:
 
 @contextmanager
 def synced_beside(path: Path) -> Iterator[None]:
-    """A file that has been written is synced in another thread while the body runs, and on disk when it ends."""
+    """Sync a written file in another thread while the body runs; it is on disk when the body ends."""
     with path.open("r+b") as file, ThreadPoolExecutor(1, thread_name_prefix="sync") as thread:
         synced = thread.submit(os.fsync, file.fileno())
         yield
@@ -59,8 +59,7 @@ def delete(paths: Iterable[Path]) -> None:
 
 
 def remove(path: Path) -> None:
-    """A directory with all that is in it, a file, or a link alone; what somebody else has removed is as good. Raises
-    OSError."""
+    """Remove a directory with its contents, a file, or a link itself; a missing one is no error. Raises OSError."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, onerror=_unless_gone)
     else:
@@ -74,6 +73,6 @@ def _unless_gone(_call: object, _path: str, error: tuple[type[BaseException], Ba
 
 
 def refuse_shortage(error: Exception) -> None:
-    """Raise the error if it is none of the one file's."""
+    """Raise the error unless it concerns the one file alone."""
     if isinstance(error, OSError) and error.errno in _SHORTAGES:
         raise error

@@ -1,7 +1,7 @@
-"""What the store remembers about an adapter: plain data, written as JSON beside the tensors.
+"""An adapter's manifest: plain data, written as JSON beside the tensors.
 
-Of ten thousand names, or of a few hundred manifests, there would be tens of thousands of objects for the garbage
-collector to walk through, with Python's lock: `gc=False` has it pass them by. They are frozen, so there are no cycles.
+`gc=False` keeps these objects out of the garbage collector, which would otherwise walk tens of thousands of them with
+Python's lock held for ten thousand names or a few hundred manifests. They are frozen, so there are no cycles.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Manifest(msgspec.Struct, frozen=True, gc=False):
 
 
 class Summary(msgspec.Struct, frozen=True, gc=False):
-    """What listings show of a manifest: read from its JSON without the modules."""
+    """The part of a manifest that listings show, read from its JSON without the modules."""
 
     rank: int
     num_bytes: int

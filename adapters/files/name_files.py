@@ -1,4 +1,4 @@
-"""What the file of a name holds."""
+"""Reading the file of a name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from adapters.files.paths import DIGEST, is_name
 
 
 class _FirstForm(msgspec.Struct, frozen=True):
-    """What a name's file held before names had versions."""
+    """The content of a name's file before names had versions."""
 
     digest: str
     created_at_seconds: float

@@ -1,8 +1,8 @@
-"""What a name stands for: its versions, whose it is, and who may see it. Plain data, and rules without files.
+"""A name's versions, its owner and its visibility: plain data, and rules without files.
 
-A name's versions are numbered from 1, or from behind those of a deleted one of that name, and never change. The last
-one is what the name stands for; to go back to an older one makes a new version of its content, so that a number tells
-one content for ever and the history is whole.
+Version numbers start at 1, or after those of a deleted name that was called the same, and never change. The last
+version is current. A rollback makes a new version with the older content, so one number always means one content and
+the history is complete.
 
 `gc=False`: see `adapters.files.manifest`.
 """
@@ -29,8 +29,8 @@ _DIGEST_START = re.compile(r"(?:sha256:)?([0-9a-f]{12,64})")
 class Version(msgspec.Struct, frozen=True, gc=False):
     """One content that a name has stood for.
 
-    by       who gave it, as the API names its callers; "" if nobody is known
-    note     what they said of it
+    by       the caller who set it, as the API names callers; "" if unknown
+    note     the caller's note
     same_as  the version with the same weights, value by value, in another float type; None if none is known
     """
 
@@ -43,13 +43,13 @@ class Version(msgspec.Struct, frozen=True, gc=False):
 
 
 class NameRecord(msgspec.Struct, frozen=True, gc=False):
-    """What a name's file holds.
+    """The content of a name's file.
 
-    versions    those that are kept, oldest first, at least one
-    owner       the tenant whose name it is, "" without tenants
-    visibility  who beside the owner may use it: nobody, the tenants in `shared_with`, all tenants
-    is_pinned   whether engines keep what it stands for on the device; see `adapters.store.pins`
-    first       number of its first version, kept or not
+    versions    the versions that are kept, oldest first, at least one
+    owner       the tenant that owns the name, "" without tenants
+    visibility  the users beside the owner: nobody, the tenants in `shared_with`, or all tenants
+    is_pinned   whether engines keep the current content on the device; see `adapters.store.pins`
+    first       number of the name's first version, kept or not
     """
 
     versions: tuple[Version, ...]
@@ -61,12 +61,12 @@ class NameRecord(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def current(self) -> Version:
-        """What the name stands for."""
+        """The current version."""
         return self.versions[-1]
 
     @property
     def digest(self) -> str:
-        """Of the current version."""
+        """Digest of the current version."""
         return self.current.digest
 
     @property
@@ -76,7 +76,7 @@ class NameRecord(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def digests(self) -> set[str]:
-        """Everything whose files the name keeps."""
+        """Digests whose files the name keeps."""
         return {version.digest for version in self.versions}
 
     def version(self, selector: str) -> Version | None:
@@ -85,18 +85,19 @@ class NameRecord(msgspec.Struct, frozen=True, gc=False):
 
 
 class Quota(msgspec.Struct, frozen=True):
-    """What an owner may have, None for no limit: names, and bytes of all contents that they keep, each counted once."""
+    """An owner's limits, None for no limit: names, and bytes of all contents that they keep, each content counted
+    once."""
 
     max_names: int | None = None
     max_bytes: int | None = None
 
 
 class Change(msgspec.Struct, frozen=True):
-    """Who gives a name new content, and what they say of it.
+    """The caller, owner and visibility of a change of a name's content.
 
-    owner       of a new name; one that is there keeps its own
-    visibility  None: that of a name that is there, `usual` for a new one. With "shared", `shared_with` says with whom
-    quota       the owner's
+    owner       owner of a new name; an existing name keeps its own
+    visibility  None: an existing name's own, `usual` for a new one. With "shared", `shared_with` lists the tenants
+    quota       the owner's limits
     """
 
     by: str = ""
@@ -113,23 +114,23 @@ Condition = Callable[[NameRecord | None, str | None], None]
 
 
 def keep(record: NameRecord | None, digest: str | None) -> None:
-    """The name is free, or has this content already. Raises Conflict."""
+    """Condition: the name is free, or has this content already. Raises Conflict."""
     if record is not None and digest not in (None, record.digest):
         raise Conflict("The name is taken by another adapter; replace that with PUT, delete it or choose another name.")
 
 
 def move(_record: NameRecord | None, _digest: str | None) -> None:
-    """Whatever the name stands for."""
+    """Condition: always true."""
 
 
 def if_absent(record: NameRecord | None, _digest: str | None) -> None:
-    """The name is free. Raises Stale."""
+    """Condition: the name is free. Raises Stale."""
     if record is not None:
         raise Stale(f"The name is taken: it stands for version {record.current.number}. Nothing was changed.")
 
 
 def if_match(selectors: Iterable[str]) -> Condition:
-    """The name stands for one of these versions, each a number, a digest or "*" for any. Raises Stale."""
+    """Condition: the current version is one of these, each a number, a digest or "*" for any. Raises Stale."""
     wanted = tuple(selectors)
 
     def check(record: NameRecord | None, _digest: str | None) -> None:
@@ -145,8 +146,9 @@ def if_match(selectors: Iterable[str]) -> Condition:
 
 
 def or_made(condition: Condition) -> Condition:
-    """For content that is sent: `condition` holds, or it held for the version before, and the name stands for this
-    content since. Whoever has lost the answer may send the change again (RFC 9110, 13.1.1). Raises what it does."""
+    """Condition for an upload: `condition` holds, or it held for the previous version and the name has had this content
+    since. A client that lost the answer may thus repeat the request (RFC 9110, 13.1.1). Raises what `condition`
+    does."""
 
     def check(record: NameRecord | None, digest: str | None) -> None:
         try:
@@ -185,19 +187,19 @@ def changed(
 
 
 def seen(record: NameRecord, change: Change) -> NameRecord:
-    """The name with the change's visibility, if it says one."""
+    """The record with the change's visibility, if it has one."""
     if change.visibility is None:
         return record
     return msgspec.structs.replace(record, visibility=change.visibility, shared_with=change.shared_with)
 
 
 def are_twins(one: str, other: str) -> bool:
-    """Whether the names are the same but for case and their Unicode form."""
+    """Whether the names differ at most in case and Unicode form."""
     return folded(one) == folded(other)
 
 
 def folded(name: str) -> str:
-    """The same for all twins."""
+    """A key that is equal for twins."""
     return unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
 
 

@@ -47,8 +47,8 @@ DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def is_name(name: str, owner: str = "") -> bool:
-    """Whether the store may call an adapter of this owner so, see `join`. It may hold one that was named before the
-    name was RESERVED."""
+    """Whether `name` is a valid stored name of this owner, see `join`. An older store may hold a name that is RESERVED
+    now."""
     found, rest = separate(name)
     return (
         found == owner
@@ -58,19 +58,19 @@ def is_name(name: str, owner: str = "") -> bool:
 
 
 def join(owner: str, name: str) -> str:
-    """How the store calls an owner's adapter: `<owner>/<name>`. The owner "" goes with its `/` where the name has none,
-    so that each owner's names are others than everybody else's: `/org/name` is not the `name` of the owner `org`."""
+    """The stored name of an owner's adapter: `<owner>/<name>`. For the owner "" the `/` is left out of names without
+    one, so each owner's names are distinct: `/org/name` is not the `name` of the owner `org`."""
     return f"{owner}/{name}" if owner or "/" in name else name
 
 
 def separate(full_name: str) -> tuple[str, str]:
-    """Owner and name, of what `join` returned."""
+    """Owner and name of a stored name, the reverse of `join`."""
     owner, slash, name = full_name.partition("/")
     return (owner, name) if slash else ("", full_name)
 
 
 def without_root(full_name: str) -> str:
-    """What `join` returned, for people: without the `/` of no owner."""
+    """A name that `join` returned, as people read it: without the leading `/` of names without an owner."""
     return full_name.removeprefix("/")
 
 

@@ -157,12 +157,12 @@ def _parse_strictly(piece: bytes) -> Any:
 
 
 class _TooManyTensors(Exception):
-    """Not read any further: an object of a million fields is kept together with Python's lock held."""
+    """Stops the read of the header: an object of a million fields is built with Python's lock held."""
 
 
 def _tensors(text: bytes, data_start: int, any_dtype: bool) -> Iterator[Tensor]:
-    """Of a header, as it has them. Each entry becomes a tensor as soon as it is read: hundreds of thousands of parsed
-    lists and objects are a walk of 30 ms for Python's collector."""
+    """The tensors of a header, in its order. Each entry becomes a tensor as soon as it is read: hundreds of thousands
+    of parsed lists and objects would cost Python's collector a walk of 30 ms."""
     if not text.startswith(b"{"):
         raise Malformed("The safetensors header is not a JSON object; the file is damaged or not safetensors.")
 
@@ -218,7 +218,7 @@ def _is_sizes(value: Any) -> bool:
 
 
 def _in_order(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """In the order of their data. Sorted in pieces: Python's lock is kept while a list is sorted."""
+    """The tensors in the order of their data. Sorted in pieces, because a sort holds Python's lock."""
     made, runs = locked_batches(tensors), []
     while some := list(islice(made, _SORTED_AT_ONCE)):
         runs.append(sorted(some, key=_place))
@@ -230,7 +230,7 @@ def _place(tensor: Tensor) -> tuple[int, int]:
 
 
 def _contiguous(tensors: Iterable[Tensor], data_start: int, file_size: int) -> Iterator[Tensor]:
-    """The same, which are in data order: they must follow each other from the header's end to the file's end."""
+    """The tensors, which are in data order, after checking that they fill the file from the header's end to its end."""
     expected = data_start
     for tensor in tensors:
         if tensor.start != expected:

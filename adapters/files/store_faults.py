@@ -1,4 +1,4 @@
-"""What the operating system says of the store's disk, as errors of the store."""
+"""Errors of the operating system about the store's disk, as errors of the store."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _AWAY = frozenset(
 
 
 def store_fault(error: OSError) -> AdapterError | None:
-    """StorageFull or StoreUnreachable for what was done to the store's own files, None for any other fault."""
+    """StorageFull or StoreUnreachable for an OSError of the store's own files, None for any other."""
     if error.errno in FULL:
         return StorageFull("The store's disk is full; delete adapters that are not needed.")
     if error.errno not in _AWAY:
@@ -38,7 +38,7 @@ def store_fault(error: OSError) -> AdapterError | None:
 
 @contextmanager
 def store_faults_are_ours() -> Iterator[None]:
-    """Raise what `store_fault` says of an OSError."""
+    """Raise `store_fault`'s error in place of an OSError."""
     try:
         yield
     except OSError as error:

@@ -1,7 +1,8 @@
-"""Names that were deleted: one that comes back goes on behind its numbers, so that a number never tells two contents.
+"""Version numbers of deleted names: a name that returns continues after its old numbers, so one number never means two
+contents.
 
-The file of a deleted name is moved here, which takes no room on a full disk. Of all but the newest only the largest
-number is kept, for all names: what comes back, or is new, then begins behind that.
+The file of a deleted name is moved here, which needs no space on a full disk. Beyond `max_files` the older half is
+replaced by its largest number; returning and new names then start after that number.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ log = logging.getLogger(__name__)
 
 
 class Tombstones:
-    """Callers serialise changes, as those of names. `max_files`: beyond so many the older half goes."""
+    """Callers serialise changes, as for names.
+
+    max_files  when there are more, the older half is removed
+    """
 
     def __init__(self, directory: Path, max_files: int = MAX_FILES) -> None:
         self._directory = directory
@@ -29,7 +33,7 @@ class Tombstones:
         self._num_files = sum(1 for _ in directory.iterdir())
 
     def take(self, path: Path) -> None:
-        """The file of a name, away from where it is. Where it cannot be kept it is removed all the same."""
+        """Move the file of a deleted name here. Where that fails, remove it."""
         try:
             path.rename(self._directory / path.name)
         except OSError:
@@ -41,7 +45,7 @@ class Tombstones:
             self._forget_older_half()
 
     def first_number(self, file_name: str) -> int:
-        """Of the versions of a name that there is none of."""
+        """The first version number of a new name with this file name."""
         return 1 + max(self._last_number(self._directory / file_name), self._floor())
 
     def _floor(self) -> int:
@@ -67,7 +71,7 @@ class Tombstones:
 
 
 def _number(path: Path, decode: Callable[[bytes], int]) -> int:
-    """What a file says, 0 if there is none. One that cannot be read is logged."""
+    """The number in a file, 0 if there is no file. An unreadable file is logged."""
     try:
         return decode(path.read_bytes())
     except FileNotFoundError:

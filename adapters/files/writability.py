@@ -1,4 +1,4 @@
-"""Whether a directory can be written, by writing in it: free space as the system tells it knows no quotas."""
+"""Test whether a directory can be written, by writing in it: the free space that the system reports ignores quotas."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _NUM_BYTES = 8192
 
 
 def write_fault(directory: Path) -> WriteFault | None:
-    """What keeps files from being written there; None where one could be, of which nothing is left. Waits for a file
-    server that does not answer."""
+    """The reason why files cannot be written there; None after a successful trial, which leaves no file. Blocks on a
+    file server that does not answer."""
     try:
         with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
             # A file server may say only at the end that it was too much: closing raises then.

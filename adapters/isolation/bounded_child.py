@@ -1,9 +1,8 @@
-"""A process of its own for what strangers send and what may loop, grow or crash: it can only end its own process.
+"""A child process for untrusted input that may loop, grow or crash: it can only end itself.
 
 `BoundedChild` is the parent's side, `serve` the child's: one JSON line in, one JSON line out, until its input ends.
-Time is bounded by a timer of the kernel that counts the child's processor time and whose signal nobody handles; memory
-by the child's address space. Files, network and other processes are out of its reach as far as
-`adapters.isolation.confinement` holds.
+Time is bounded by a kernel timer on the child's processor time whose signal has no handler; memory by the child's
+address space. Files, network and other processes are out of its reach as far as `adapters.isolation.confinement` holds.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ _ENVIRONMENT = ("PYTHON", "PATH", "LD_LIBRARY_PATH", "LANG", "LC_", "TZ")
 
 
 class BoundedChild:
-    """Owns the child: started by the first job, started again after one that ended it, one job at a time. Who waits for
-    its turn should do so in a thread that uploads and other chats do not need (`service.fairness.thread_pool`)."""
+    """Owns the child: the first job starts it, and the next one after a job that ended it; one job runs at a time.
+    Callers should wait in a thread that uploads and other chats do not need (`service.fairness.thread_pool`)."""
 
     def __init__(self, module: str, arguments: Sequence[str]) -> None:
         """module  run as `python -m module ARGUMENTS`; it calls `serve`"""
@@ -58,7 +57,7 @@ class BoundedChild:
         return answer
 
     def close(self) -> None:
-        """End the child, after the job that it has."""
+        """End the child after its current job."""
         with self._lock:
             if self._child is not None:
                 self._end(self._child)
@@ -110,14 +109,14 @@ def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:
 
 @functools.cache
 def _say_missing(missing: tuple[str, ...]) -> None:
-    """Once, however many children there are."""
+    """Log missing confinement once, however many children there are."""
     if missing:
         log.warning("The processes for strangers' programs are confined, but: %s.", "; ".join(missing))
 
 
 def excess_of(code: int, max_seconds: float, max_new_bytes: int) -> str | None:
-    """What a job did that made the child end with this exit code, as the end of a sentence; None if the child gave up
-    by itself."""
+    """The excess of a job that made the child end with this exit code, as the end of a sentence; None if the child
+    ended by itself."""
     if code == -signal.SIGPROF:
         return f"takes longer than {max_seconds:g} s"
     if code == OUT_OF_MEMORY:
@@ -158,7 +157,7 @@ def serve(
 
 
 def _bound_memory(max_new_bytes: int) -> None:
-    """At most so much more than there is now; a crash leaves no image of it."""
+    """Limit the address space to `max_new_bytes` more than now, and disable core dumps."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         num_pages = int(Path("/proc/self/statm").read_text().split()[0])

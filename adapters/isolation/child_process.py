@@ -1,4 +1,4 @@
-"""What this service's child processes have in common."""
+"""Start and environment of this service's child processes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _SECRET_PARTS = frozenset({"KEY", "KEYS", "TOKEN", "SECRET", "PASSWORD", "PASSWD
 
 
 def child_environment() -> dict[str, str]:
-    """The child imports the same tree as this process, however that was found. It gets none of the settings, which hold
-    keys, and no other secrets: what it needs to know it is told."""
+    """The environment of a child: the same import path as this process, but no settings, which hold keys, and no other
+    secrets. The child is passed what it needs."""
     root = str(Path(__file__).resolve().parents[2])
     paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     kept = {name: value for name, value in os.environ.items() if not _may_be_secret(name.upper())}
@@ -23,7 +23,7 @@ def child_environment() -> dict[str, str]:
 
 
 def die_with_parent() -> None:
-    """Ask Linux to kill this process when the thread that started it ends; other systems know nothing of the kind."""
+    """Ask Linux to kill this process when the thread that started it ends; a no-op on other systems."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

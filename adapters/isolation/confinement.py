@@ -1,8 +1,8 @@
-"""What a process that runs strangers' programs gives up, as far as its kernel lets an unprivileged process do so.
+"""The confinement of a process that runs strangers' programs, as far as its kernel allows it without privileges.
 
-Linux only: Landlock takes the file system, TCP and other processes' sockets and signals; seccomp leaves the system
-calls that computing, and reading and writing open files, need. Both hold until the process ends: seccomp for all of its
-threads, Landlock for the one that asks for it and those that it starts.
+Linux only: Landlock denies the file system, TCP, and other processes' sockets and signals; seccomp leaves the system
+calls for computing and for reading and writing open files. Both hold until the process ends: seccomp for all its
+threads, Landlock for the calling thread and those that it starts.
 """
 
 from __future__ import annotations

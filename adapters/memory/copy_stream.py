@@ -1,11 +1,11 @@
-"""The stream on which adapters come to the device, beside that of the steps, and the events that order the two.
+"""The stream that copies adapters to the device beside the steps' stream, and the events that order the two.
 
-    begin        what is asked within goes to the copies' stream
-    after_steps  what is asked there from now on begins after all that steps have been asked for until now
-    mark         an event behind what was asked there until now
-    before_steps the steps' stream goes on only when the mark has been reached
+    begin         work issued inside the context goes to the copy stream
+    after_steps   copies issued from now on start after all steps launched so far
+    mark          records an event behind all copies issued so far
+    before_steps  steps launched from now on wait for the event
 
-On a host that is its own device everything happens at once, in the order in which it is asked for.
+On a CPU everything happens at once, in the order of the calls.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 
 
 class CopyEvent(Protocol):
-    """How far the copies have come."""
+    """An event on the copy stream."""
 
     def is_completed(self) -> bool:
-        """Asks the device, and waits for nothing."""
+        """Whether the copies before it are done. Queries the device without blocking."""
 
 
 class CopyStream(Protocol):
@@ -33,7 +33,7 @@ class CopyStream(Protocol):
 
 
 class CompletedCopy:
-    """The mark of what has happened."""
+    """The event of copies that are already done."""
 
     def is_completed(self) -> bool:
         return True
@@ -43,7 +43,7 @@ COMPLETED = CompletedCopy()
 
 
 class NoStream:
-    """A host's."""
+    """The copy stream of a CPU, where copies are synchronous."""
 
     def begin(self) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -59,7 +59,7 @@ class NoStream:
 
 
 class DeviceCopyEvent:
-    """A device's event."""
+    """An event of the device."""
 
     def __init__(self, event: Any) -> None:
         self.event = event
@@ -69,7 +69,7 @@ class DeviceCopyEvent:
 
 
 class DeviceStream:
-    """Of a GPU, or of an NPU, whose module of torch is called alike. Not verified on an NPU."""
+    """The copy stream of a GPU, or of an NPU, whose torch module has the same calls. Not verified on an NPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._module = torch.get_device_module(device)
@@ -96,5 +96,5 @@ class DeviceStream:
 
 
 def copy_stream_of(device: torch.device) -> CopyStream:
-    """The device's own."""
+    """A new copy stream of the device."""
     return NoStream() if device.type == "cpu" else DeviceStream(device)

@@ -1,12 +1,11 @@
-"""How an adapter's slab gets into its rows: copied to the device in a few large parts, and from there into place.
+"""Loading an adapter's slab into its rows: copied to the device in a few large parts, and scattered from there.
 
-A host that is its own device needs no copy in between. Elsewhere a part goes to one buffer on the device that is used
-again for the next, in the order of one stream, and is written from there by one call of `scatter_rows`: on a GPU one
-launch, whatever the adapter's modules. What of it depends on the modules and ranks alone is derived once, and kept for
-the adapters that have the same.
+A CPU needs no copy in between. Elsewhere a part goes to one buffer on the device that the next part reuses, in the
+order of one stream, and one call of `scatter_rows` writes it from there: on a GPU one launch, whatever the adapter's
+modules. The plan that depends only on modules and ranks is made once and reused for adapters with the same.
 
 Who owns: the buffer lives as long as the pool, and counts beside its budget: at most BUFFER_BYTES, or one tensor of the
-largest adapter. What is kept on a GPU for each of _MAX_KEPT kinds of adapters is some 12 bytes for each of their rows.
+largest adapter. A GPU keeps some 12 bytes per row for each of _MAX_KEPT kinds of adapters.
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class LoadPart:
         self._adapter = adapter
 
     def fetch(self) -> None:
-        """To the buffer on the device, from pinned memory; nothing where the host is the device."""
+        """Copy the part from pinned memory to the buffer on the device; nothing on a CPU."""
         buffer, plan = self._scatter.buffer, self._plan
         if buffer is None:
             return
@@ -74,7 +73,7 @@ class LoadPart:
         buffer[:size].copy_(self._adapter.slab[plan.start : plan.end], non_blocking=True)
 
     def write(self, placement: Placement) -> None:
-        """Into the rows and the tables' columns."""
+        """Write the part into the rows and the tables' columns."""
         sources = self._plan.sources
         if sources is None:
             sources = _host_sources(self._adapter)
@@ -109,7 +108,7 @@ class Scatter:
             self._make_buffer(plan, buffer_bytes)
 
     def _make_buffer(self, plan: RowPlan, buffer_bytes: int) -> None:
-        """Holds one tensor of any adapter that fits the pool."""
+        """Allocate a buffer that holds one tensor of any adapter that fits the pool."""
         device, largest = self._tables[0].device, 8 * self._tables[0].shape[1]
         for projection in self._layout.projections:
             num_rows = plan.rows[projection.group]
@@ -120,7 +119,7 @@ class Scatter:
         self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
 
     def parts(self, adapter: HostAdapter) -> Iterator[LoadPart]:
-        """Of a load, in order."""
+        """The parts of one load, in order."""
         key = adapter.shape_key
         plans = self._plans.get(key)
         if plans is None:

@@ -1,17 +1,18 @@
-"""Which adapter to keep where not all fit: those that are asked for most often lately, for what they cost.
+"""The eviction rule of a cache of adapters: least frequently used, with uses that decay, per cost of loading again.
 
     worth = uses * cost / size
 
-A use counts by half once there have been `HALF_LIFE` others for each adapter that was kept meanwhile. Those of an
-adapter that was evicted are remembered: one that is asked for often is known when it comes back. `cost` is what
-bringing it again would take, `size` what it occupies. Of equal worth, the least recently used goes.
+A use counts half once there have been `HALF_LIFE` other uses per kept adapter. Uses of evicted adapters are remembered,
+so an adapter that is often asked for is known when it returns. `cost` is the cost of loading it again, `size` the
+memory that it occupies. Among equal worths the least recently used is evicted.
 
-All uses fade at one rate, so the order of two adapters is what it was until one of them is used again:
-log2(uses) at a use, plus the half-lives that had passed then, tells it for good, and a heap finds the least.
+All uses decay at one rate, so the order of two adapters stays the same until one of them is used again: log2(uses) at
+a use, plus the half-lives that had passed then, is a constant key, and a heap finds the smallest.
 
-Frequency that fades is LRFU's (Lee et al. 2001), the rest GreedyDual-Size-Frequency's (Cherkasova 1998), which forgets
-the uses of what it evicts and ages what stays by evictions alone: while demand moves on, it hits less often than the
-rule of the least recent use does (`python -m bench.scale.cluster_bounds --moves 2000`).
+The decaying frequency is LRFU's (Lee et al. 2001), the rest GreedyDual-Size-Frequency's (Cherkasova 1998), which
+forgets
+the uses of evicted entries and ages the others by evictions alone: while demand moves on, it hits less often than LRU
+does (`python -m bench.scale.cluster_bounds --moves 2000`).
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ MOST_REMEMBERED = 8192
 
 @dataclass(slots=True)
 class _Used:
-    """`uses` as they counted when `at` half-lives had passed.
+    """Decayed uses of one adapter.
 
-    is_new  it came in for a use that has not begun
+    uses    the count when `at` half-lives had passed
+    is_new  it was loaded for a use that has not begun
     """
 
     uses: float
@@ -43,9 +45,9 @@ class _Used:
 
 
 class DecayingLfu:
-    """Of what is kept in one place, by digest.
+    """Worths of the adapters in one cache, by digest.
 
-    cost_per_size  what it takes to bring an adapter again, for each unit of its size; asked when worths are compared
+    cost_per_size  cost of loading an adapter again, per unit of its size; read when worths are compared
     """
 
     def __init__(self, cost_per_size: Callable[[str], float]) -> None:
@@ -56,13 +58,13 @@ class DecayingLfu:
         self._turn = 0
 
     def come(self, digest: str) -> None:
-        """It comes in for a use, which counts now and not again when it begins."""
+        """Add an adapter that is loaded for a use. The use counts now, and not again when it begins."""
         self._kept[digest] = self._gone.pop(digest, _Used(0.0, self._half_lives))
         self.use(digest)
         self._kept[digest].is_new = True
 
     def use(self, digest: str) -> None:
-        """It is used; it is there."""
+        """Count a use of an adapter in the cache."""
         used = self._kept[digest]
         if not used.is_new:
             self._half_lives += 1.0 / (HALF_LIFE * len(self._kept))
@@ -71,28 +73,28 @@ class DecayingLfu:
         self.look_at(digest)
 
     def look_at(self, digest: str) -> None:
-        """It was in use until now, which counts as no further use."""
+        """Note the end of a use, which counts as no further use."""
         self._turn += 1
         self._kept[digest].last_turn = self._turn
 
     def of(self, digest: str) -> Worth:
-        """Of one that is there."""
+        """The worth of an adapter in the cache."""
         used = self._kept[digest]
         return self._uses_now(used) * self._cost_per_size(digest), used.last_turn
 
     def evict(self, digest: str) -> None:
-        """It makes room for others, and is remembered."""
+        """Remove an adapter to make room, and remember its uses."""
         self._gone[digest] = self._kept.pop(digest)
         self._gone[digest].is_new = False
         if len(self._gone) > MOST_REMEMBERED:
             del self._gone[next(iter(self._gone))]
 
     def forget(self, digest: str) -> None:
-        """It leaves for another reason."""
+        """Remove an adapter for another reason, with its uses."""
         del self._kept[digest]
 
     def last_turn(self, digest: str) -> int:
-        """Of its last use: larger is later."""
+        """The ordinal of its last use: larger is later."""
         return self._kept[digest].last_turn
 
     def _uses_now(self, used: _Used) -> float:
@@ -100,8 +102,8 @@ class DecayingLfu:
 
 
 class HeapDecayingLfu(DecayingLfu):
-    """Knows the one that is worth least without a look at all of them, where what it costs to bring an adapter again
-    stays what it was when it came."""
+    """Finds the adapter of least worth without a scan, as long as the cost of loading an adapter again stays the same
+    from its first use on."""
 
     def __init__(self, cost_per_size: Callable[[str], float]) -> None:
         super().__init__(cost_per_size)
@@ -116,7 +118,7 @@ class HeapDecayingLfu(DecayingLfu):
             heapq.heapify(self._heap)
 
     def least(self) -> str:
-        """Of those that are there, the one for which `of` is least. There is one."""
+        """The adapter of least `of`. The cache must not be empty."""
         while not self._is_current(*self._heap[0][1:]):
             heapq.heappop(self._heap)
         return self._heap[0][2]

@@ -40,13 +40,14 @@ _INFINITY_BITS = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80}
 
 
 class HostTier:
-    """`HostAdapter`s within `budget_bytes`; 0 keeps nothing, every get reads the disk. Those leave that are worth
-    least: see `adapters.memory.eviction`, with the bytes of a read as the cost.
+    """`HostAdapter`s within `budget_bytes`; 0 caches nothing, and every get reads the disk. Adapters of least worth are
+    evicted: see `adapters.memory.eviction`, with the bytes of a read as the cost.
 
-    Thread-safe but for `get`, which is called by one thread at a time. The budget counts what the tier keeps; an
-    adapter handed out lives on while its user holds it.
+    Thread-safe except `get`, which one thread calls at a time. The budget counts the cached adapters; an adapter that
+    was
+    returned lives on while its user holds it.
 
-    is_pinned  hold them in memory that a device copies from by itself, the whole budget of it taken at once
+    is_pinned  use pinned memory, all of the budget allocated at once
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class HostTier:
         self.budget_bytes = budget_bytes
 
     def kept(self, digest: str) -> HostAdapter | None:
-        """The adapter, if it is in memory; costs no time, and counts as a use."""
+        """The adapter, if it is in memory; cheap, and counts as a use."""
         with self._lock:
             kept = self._kept.get(digest)
             if kept is not None:
@@ -94,7 +95,7 @@ class HostTier:
         return adapter
 
     def read(self, digest: str) -> HostAdapter:
-        """Anew, into memory of the tier's; errors as in `get`."""
+        """Read the adapter again, into memory of the tier; errors as in `get`."""
         return read_adapter(self._root, self._layout, digest, self._dtype, self.take)
 
     def drop(self, digest: str) -> None:
@@ -110,19 +111,19 @@ class HostTier:
             return tuple(sorted(self._kept, key=self._worths.last_turn))
 
     def take_evicted(self) -> list[str]:
-        """Adapters that have made room since the last call."""
+        """Adapters evicted since the last call."""
         with self._lock:
             evicted, self._evicted = self._evicted, []
             return evicted
 
     @property
     def used_bytes(self) -> int:
-        """Of those that are kept."""
+        """Bytes of the adapters in host memory."""
         return self._used_bytes
 
     @property
     def num_kept(self) -> int:
-        """Adapters."""
+        """Number of adapters in memory."""
         return len(self._kept)
 
     def check_integrity(self) -> None:
@@ -134,7 +135,7 @@ class HostTier:
                 assert adapter.digest == digest
 
     def take(self, num_bytes: int) -> tuple[torch.Tensor, SlabMemory]:
-        """Memory for a slab that is about to be read, from those that are worth least if need be."""
+        """Memory for a slab that is about to be read; evicts adapters of least worth if necessary."""
         while (slab := self._memory.take(num_bytes)) is None:
             with self._lock:
                 if not self._kept or num_bytes > self.budget_bytes:
@@ -174,7 +175,7 @@ Take = Callable[[int], tuple[torch.Tensor, SlabMemory]]
 
 
 def pageable(num_bytes: int) -> tuple[torch.Tensor, SlabMemory]:
-    """From the heap."""
+    """A slab from the heap."""
     memory = PageableMemory()
     return memory.take(num_bytes), memory
 
@@ -249,9 +250,9 @@ def _group_of(module: str, part: str, known: Mapping[str, tuple[ProjectionSpec, 
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """In this thread alone: torch's other ones cost a hundred times as much where cores are busy, as with an engine's.
+    """Copy in this thread alone: torch's threads cost a hundred times as much on cores that an engine keeps busy.
 
-    Raises Unsupported where target's dtype is too narrow. What is stored is finite: its upload was looked at.
+    Raises Unsupported where target's dtype is too narrow. Stored values are finite: the upload was checked.
     """
     if target.dtype == source.dtype:
         np.copyto(_bits(target), _bits(source))  # columns to rows, in a third of torch's time
@@ -279,7 +280,7 @@ def _pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _read_manifest(directory: Path, digest: str) -> Manifest:
-    """What the store says of a published adapter. Raises NotFound, and Malformed when it is damaged."""
+    """The manifest of a published adapter. Raises NotFound, and Malformed when it is damaged."""
     try:
         return msgspec.json.decode((directory / MANIFEST_FILE).read_bytes(), type=Manifest)
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Memory of a CPU that is kept for later, and that the system may have until then."""
+"""Release of memory pages of a CPU pool that are reserved but unused."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _MADV_DONTNEED = getattr(mmap, "MADV_DONTNEED", None)
 
 
 def give_back_pages(tensor: torch.Tensor) -> None:
-    """Let the system have the whole pages in the memory of a contiguous tensor, whose contents are lost then. Writing
-    brings them back. Nothing happens for other tensors, of other devices, and where the system has no such call."""
+    """Release the whole pages of a contiguous tensor to the system; its contents are lost. Writing allocates them
+    again. A no-op for other tensors, other devices, and systems without the call."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or _MADV_DONTNEED is None:
         return
     start = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE

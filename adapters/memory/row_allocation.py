@@ -1,5 +1,4 @@
-"""Which adapter has which rows and which place on the device. Integers only: `RowPool` carries the decisions out on
-tensors."""
+"""Allocation of rows and table entries on the device. Integers only: `RowPool` applies the decisions to tensors."""
 
 from __future__ import annotations
 
@@ -25,10 +24,11 @@ class RowMove:
 
 @dataclass(slots=True)
 class Placement:
-    """What has to happen before the rows of a newcomer can be written, `moves` one after the other.
+    """The ranges of a newcomer, and the steps before its rows can be written: `moves`, one after the other.
 
-    ranges   of the newcomer, by group
-    evicted  digests that have lost rows and place
+    place    entry of the newcomer in the tables
+    ranges   its ranges, by group
+    evicted  digests that have lost their rows and their place
     """
 
     place: int
@@ -50,11 +50,12 @@ class _Resident:
 
 
 class RowAllocation:
-    """A newcomer gets its room in this order: a free range; sliding idle ranges together when only fragmentation is in
-    the way; evicting the window of idle ranges that is worth least; evicting the idle adapters that are worth least and
-    sliding all ranges, those in use included. Places never change while an adapter is resident, ranges may.
+    """Tries in this order to make room for a newcomer: a free range; compacting idle ranges when only fragmentation is
+    in the way; evicting the window of idle ranges of least worth; evicting the idle adapters of least worth and
+    compacting all ranges, including those in use. An adapter's place never changes while it is resident; its ranges
+    may.
 
-    cost_per_row  what bringing an adapter again would take, for each of its rows
+    cost_per_row  cost of loading an adapter again, per row
     """
 
     def __init__(self, plan: RowPlan, cost_per_row: Callable[[str], float] = lambda _: 1.0) -> None:
@@ -74,7 +75,7 @@ class RowAllocation:
     # ---- questions
 
     def place_of(self, digest: str) -> int | None:
-        """None if it is not resident."""
+        """The adapter's entry in the tables, None if it is not resident."""
         resident = self._residents.get(digest)
         return None if resident is None else resident.place
 
@@ -107,11 +108,11 @@ class RowAllocation:
         return len(self._residents)
 
     def rows_used(self) -> dict[Group, int]:
-        """By group."""
+        """Rows in use, by group."""
         return {group: ranges.num_used for group, ranges in self._ranges.items()}
 
     def free_ranges(self, group: Group) -> list[Range]:
-        """That nobody has."""
+        """Ranges of the group without an owner."""
         return self._ranges[group].gaps()
 
     def check_size(self, rows: Mapping[str, int]) -> None:
@@ -145,8 +146,8 @@ class RowAllocation:
     # ---- changes
 
     def take(self, digest: str, rows: Mapping[str, int], *, may_evict: bool = True) -> Placement | None:
-        """Ranges and a place for a newcomer. None when the residents in use leave too few rows, or, without
-        `may_evict`, when no more than sliding idle ranges together is not enough; then nothing has changed."""
+        """Allocate ranges and a place for a newcomer. None, with nothing changed, when the residents in use leave too
+        few rows, or when, without `may_evict`, compacting idle ranges is not enough."""
         assert digest not in self._residents, digest
         lengths = self._lengths(rows)
         if not self.has_room(rows):
@@ -175,8 +176,8 @@ class RowAllocation:
     def swap_below(
         self, digest: str, end_row: int, busy: Mapping[Group, Sequence[Range]]
     ) -> list[tuple[Group, Swap]] | None:
-        """Bring the ranges of a resident below row `end_row`, in place of free rows and of residents without a pin.
-        None, and nothing has changed, where pins or `busy` rows are in the way in any group."""
+        """Bring the ranges of a resident below row `end_row`, in exchange for free rows and for residents without a
+        pin. None, with nothing changed, where pins or `busy` rows are in the way in any group."""
         swaps: list[tuple[Group, Swap]] = []
         for group in self._residents[digest].rows:
             owned = self._ranges[group].get(digest)
@@ -193,11 +194,11 @@ class RowAllocation:
         return swaps
 
     def use(self, digest: str) -> None:
-        """A resident was asked for."""
+        """Count a use of a resident."""
         self._worths.use(digest)
 
     def pin(self, digest: str) -> None:
-        """Keep a resident until as many unpins."""
+        """Protect a resident from eviction until as many unpins."""
         resident = self._residents[digest]
         self._worths.use(digest)
         resident.num_pins += 1
@@ -214,7 +215,7 @@ class RowAllocation:
             self._count_in_use(resident, -1)
 
     def hold(self, digest: str, is_held: bool) -> None:
-        """Keep a resident whether it is used or not, or no longer."""
+        """Protect a resident from eviction whether it is used or not, or end that."""
         resident = self._residents[digest]
         was_idle, resident.is_held = resident.is_idle, is_held
         if was_idle != resident.is_idle:
@@ -231,7 +232,7 @@ class RowAllocation:
     # ---- making room
 
     def _lengths(self, rows: Mapping[str, int]) -> dict[Group, int]:
-        """Of the ranges that an adapter of so many rows takes."""
+        """Lengths of the ranges for an adapter with so many rows, by group."""
         return {group: self.plan.length(group, rows[group]) for group in self._groups if rows.get(group)}
 
     def _has_room_beside_all(self, group: Group, length: int) -> bool:

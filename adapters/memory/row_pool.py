@@ -36,7 +36,7 @@ class PoolUsage:
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """On its way; `adapter` is what it reads from, `ranges` the rows that it will write, by group."""
+    """A copy under way: its source `adapter`, and the `ranges` that it will write, by group."""
 
     digest: str
     adapter: HostAdapter
@@ -45,14 +45,17 @@ class _Copy:
 
 
 class RowPool:
-    """Owns every `LoraStack`. One thread, between launches of steps. What `first_rows` says holds until the next
+    """Owns every `LoraStack`. One thread, between launches of steps. The result of `first_rows` holds until the next
     `load` or `bring_below`.
 
-    A load copies an adapter's slab to the device on a stream of its own, beside the steps, and then into its rows:
-    after the steps that were launched before, which may still use the rows of who made room, and of which none uses the
-    newcomer; and so does what it has beside rows. It is there for the steps that are launched after `publish`. Moves
-    of ranges go in the order of the steps, since the ranges may be in use by the next one. Swaps of rows go in the
-    order of the steps too, and leave alone what a copy on its way will write, so that they wait for none.
+    A load copies an adapter's slab to the device on the copy stream, beside the steps, and then into its rows and its
+    non-LoRA parameters, after the steps launched before: these may still use the rows of evicted adapters, and none
+    uses
+    the newcomer. Steps launched after `publish` may use it. Moves of ranges are ordered with the steps, since the next
+    one
+    may use the ranges. Swaps of rows are ordered with the steps too, and exclude rows that a copy under way will write,
+    so
+    they wait for none.
     """
 
     def __init__(
@@ -72,12 +75,12 @@ class RowPool:
         base: BaseFacts | None = None,
     ) -> None:
         """rows_behind   (name of a projection, number of rows, number of slices) -> memory behind its base weight for
-                      the rows of A, [rows * slices, in_features], row j of slice s at j * slices + s; None: they stand
-                      by themselves. The bytes count as the pool's either way.
+                      the rows of A, [rows * slices, in_features], row j of slice s at j * slices + s; None: separate
+                      memory. The bytes count as the pool's either way.
         cost_per_row  see `RowAllocation`
         copies        None: the device's own
-        buffer_bytes  of the device, through which adapters come there; see `Scatter`
-        side_bytes, base  for what adapters have beside rows; 0: those that have such find no room
+        buffer_bytes  staging buffer on the device for loads; see `Scatter`
+        side_bytes, base  for non-LoRA parameters; 0: adapters that have some do not fit
         """
         self.plan = plan_rows(
             layout,
@@ -126,7 +129,7 @@ class RowPool:
 
     @property
     def num_changes(self) -> int:
-        """Of who has rows, and of who is pinned no more: what was refused for others' rows is worth another look."""
+        """Changes of row owners and unpins so far: after a change, an allocation that was refused may succeed."""
         return self.allocation.num_changes
 
     def rows_needed(self, digests: Collection[str]) -> int:
@@ -135,9 +138,9 @@ class RowPool:
 
     @torch.no_grad()
     def bring_below(self, end_row: int, digests: Collection[str], *, max_adapters: int) -> bool:
-        """Have rows of these residents, of max_adapters of them, change places with such as no pinned resident has,
-        so that they stand below row `end_row` in all groups. Whether the same call would do nothing until `num_changes`
-        is another."""
+        """Swap the ranges of these residents, of at most `max_adapters`, with free rows or with those of residents
+        without a pin, so that they end below row `end_row` in all groups. Returns whether the same call would do
+        nothing until `num_changes` changes."""
         self._let_go()
         busy: dict[Group, list[Range]] = {}
         for copy in self._under_way:
@@ -156,12 +159,14 @@ class RowPool:
 
     @torch.no_grad()
     def load(self, digest: str, adapter: HostAdapter, *, may_evict: bool = True) -> CopyEvent | None:
-        """Begin to copy the adapter to the device, unless it has rows. Returns when it is there; None when the adapters
-        in use leave too few rows, or, without `may_evict`, when no more than sliding idle ranges together is not
-        enough: then nothing has changed. Steps may use it after `publish`; until then the caller keeps it pinned.
+        """Begin to copy the adapter to the device, unless it has rows. Returns the copy's event; None, with nothing
+        changed, when the adapters in use leave too few rows, or when, without `may_evict`, compacting idle ranges is
+        not enough. Steps may use it after `publish`; until then the caller keeps it pinned.
 
-        Raises RowsExceeded when it would not fit an empty pool, or when the kernels do not take its rank: the store may
-        hold it from a server with more rows, or with another device."""
+        Raises RowsExceeded when it would not fit an empty pool, or when the kernels do not support its rank: the store
+        may
+        hold it from a server with more rows, or with another device.
+        """
         if self.place_of(digest) is not None:
             self.allocation.use(digest)
             return next((copy.mark for copy in self._under_way if copy.digest == digest), COMPLETED)
@@ -179,13 +184,13 @@ class RowPool:
         return mark
 
     def publish(self, mark: CopyEvent) -> None:
-        """Steps that are launched from now on find what was copied until the mark."""
+        """Steps launched from now on wait for the copies before the event, and see their rows."""
         if not mark.is_completed():
             self._copies.before_steps(mark)
         self._let_go()
 
     def take_evicted(self) -> list[str]:
-        """Adapters that have made room since the last call."""
+        """Adapters evicted since the last call."""
         evicted, self._evicted = self._evicted, []
         return evicted
 
@@ -237,8 +242,7 @@ class RowPool:
         )
 
     def trim(self) -> None:
-        """On a CPU: let the system have the memory of rows that dropped adapters have left. Rows that nobody has used
-        yet take none, and these then neither."""
+        """On a CPU: release the memory of rows that dropped adapters have left. Rows never used occupy none."""
         for group in self._freed_groups:
             self._tensors.give_back(group, self.allocation.free_ranges(group))
         self._freed_groups.clear()
@@ -246,7 +250,7 @@ class RowPool:
     # ---- writing
 
     def _copy(self, adapter: HostAdapter, placement: Placement) -> CopyEvent:
-        """Host -> device, and into the rows, part by part."""
+        """Copy host -> device, and into the rows, part by part."""
         for part in self._scatter.parts(adapter):
             with self._copies.begin():
                 part.fetch()
@@ -275,7 +279,7 @@ class RowPool:
                 self.side.move(move.group, move.before.start, move.to)
 
     def _let_go(self) -> None:
-        """Of the host memory of copies that have ended."""
+        """Release the host memory of finished copies."""
         while self._under_way and self._under_way[0].mark.is_completed():
             self._under_way.popleft()
 

@@ -34,7 +34,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """Rows [low, low + length) and [high, high + length), which have none in common, change places."""
+    """Disjoint rows [low, low + length) and [high, high + length) are exchanged."""
 
     low: int
     high: int
@@ -80,10 +80,11 @@ class RangeAllocator:
         return self.num_rows - self.num_used
 
     def take(self, owner: str, length: int) -> Range | None:
-        """Give `owner` the lowest gap that holds `length` rows; None if no single gap does.
+        """Allocate the lowest gap of at least `length` rows to `owner`; None if no single gap is long enough.
 
-        The lowest, not the smallest: the windows behind base weights are prefixes of the rows, and a short one is all
-        that a step needs whose adapters stand low; see `swap_below` for those that do not.
+        The lowest, not the smallest: the windows behind base weights are prefixes of the rows, and a short window is
+        all that
+        a step needs whose adapters have low rows; see `swap_below` for those that do not.
         """
         assert owner not in self._ranges, owner
         assert length > 0
@@ -102,7 +103,7 @@ class RangeAllocator:
         self._ordered = None
 
     def rename(self, owner: str, to: str) -> None:
-        """Give an owner's range to another one, which has none."""
+        """Transfer an owner's range to another owner, which has none."""
         assert to not in self._ranges, to
         self._ranges[to] = self._ranges.pop(owner)
         self._ordered = None
@@ -115,7 +116,7 @@ class RangeAllocator:
         return before
 
     def swap(self, swap: Swap) -> list[str]:
-        """Record that these rows, which cut no range, have changed places; returns whose ranges moved."""
+        """Record that these rows, which cut no range, were swapped; returns the owners of the ranges that moved."""
         ranges, shift = self.ordered(), swap.high - swap.low
         low, low_end, high, high_end = (
             bisect_left(ranges, row, key=_start)
@@ -130,10 +131,10 @@ class RangeAllocator:
     def swap_below(
         self, owner: str, end_row: int, worth_of: Callable[[str], Worth | None], busy: Sequence[Range] = ()
     ) -> Swap | None:
-        """What brings `owner`'s range below row `end_row`, from where it is not: in place of free rows, or of those who
-        are worth least. As few rows as can be. None if ranges of worth None are always in the way.
+        """The swap that brings `owner`'s range, which is not there, below row `end_row`, in exchange for free rows or
+        the ranges of least worth. It moves as few rows as possible. None if ranges of worth None are always in the way.
 
-        busy  rows that stay where they are, whoever has them
+        busy  rows that stay where they are, whoever owns them
         """
         own, ranges = self._ranges[owner], self.ordered()
         below = ranges[: bisect_right(ranges, end_row, key=_end)]
@@ -211,7 +212,7 @@ class RangeAllocator:
         assert sum(gap.length for gap in self.gaps()) == self.num_free
 
     def gaps(self) -> list[Range]:
-        """That nobody has, by start."""
+        """Ranges without an owner, by start."""
         found, end = [], 0
         for _, owned in self.ordered():
             if owned.start > end:
@@ -254,7 +255,7 @@ class _RegionSearch:
         return None if best is None else best[1]
 
     def _worth(self, region: Range, beside: str | None) -> Worth | None:
-        """Of the worthiest range in the region; None if one is cut, or must stay."""
+        """The largest worth of a range in the region; None if a range is cut, or must stay."""
         if any(one.start < region.end and region.start < one.end for one in self._busy):
             return None
         most = _NOTHING

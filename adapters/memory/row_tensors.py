@@ -1,6 +1,6 @@
-"""The rows of adapters on the device: one stack for each projection, and the tables of ranks and scalings beside them.
+"""The rows of adapters on the device: one stack for each projection, and the tables of ranks and scalings.
 
-Whose rows are whose is `RowAllocation`'s to say, and how they get there `RowPool`'s.
+`RowAllocation` decides who owns which rows, `RowPool` fills them.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class RowTensors:
                 rows[move.to : move.to + move.before.length] = rows[move.before.start : move.before.end].clone()
 
     def swap(self, group: Group, swap: Swap) -> None:
-        """Have rows of every tensor of a group change places."""
+        """Swap rows in every tensor of a group."""
         tensors = self._swapped.get(group)
         if tensors is None:
             stacks = [self.stacks[projection.name] for projection in self._projections(group)]
@@ -73,7 +73,7 @@ class RowTensors:
         swap_rows(tensors, swap.low, swap.high, swap.length)
 
     def note(self, placement: Placement, adapter: HostAdapter) -> None:
-        """Ranks and scalings of the place, on the host; the device's are part of the slab."""
+        """Write the place's ranks and scalings to the host's tables; the device's are part of the slab."""
         place, slices = placement.place, adapter.slices
         for module, ranks, scalings in self._host_lines:
             if place == len(ranks):
@@ -86,7 +86,7 @@ class RowTensors:
                 ranks[place], scalings[place] = held.rank, held.scaling
 
     def subtract_base(self, base: BaseFacts, placement: Placement, adapter: HostAdapter) -> None:
-        """Trained tokens are held as what they are; rows are what they change the base by."""
+        """Turn the values of trained tokens in the rows into differences from the base's."""
         for projection in self._projections("embeddings"):
             token_ids = adapter.tokens.get(projection.slices[0].module)
             if token_ids is not None:
@@ -97,7 +97,7 @@ class RowTensors:
                 held.copy_(held.float() - known)
 
     def give_back(self, group: Group, free: Sequence[Range]) -> None:
-        """On a CPU: let the system have the memory of these rows."""
+        """On a CPU: release the memory of these rows."""
         for projection in self._projections(group):
             stack = self.stacks[projection.name]
             for rows in (*stack.a, *stack.b):
@@ -105,7 +105,7 @@ class RowTensors:
                     give_back_pages(rows[gap.start : gap.end])
 
     def check_tables(self, places: Sequence[int]) -> None:
-        """Assert that those of the host and of the device say the same of these places."""
+        """Assert that the host's and the device's tables agree for these places."""
         host_ranks = [ranks for stack in self.stacks.values() for ranks in stack.host_ranks]
         host_scalings = [scalings for stack in self.stacks.values() for scalings in stack.host_scalings]
         assert self.ranks[:, places].tolist() == [[ranks[place] for place in places] for ranks in host_ranks]

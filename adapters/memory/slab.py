@@ -38,13 +38,13 @@ class HostSlice:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Extras:
-    """What few adapters have, beside rows.
+    """The non-LoRA parameters of an adapter, which few adapters have.
 
-    shapes     of what is no row, by module path and part (see `adapters.peft.binding.BoundExtra`), with the dtype:
-               float32 vectors, and the embedding and the head in the rows'
-    tokens     of the slices that are trained tokens, by module path: the ids, one for each rank. Their values stand
-               where what they change the base by belongs; the base's are subtracted on the device
-    non_lora_rows  1 for each non-LoRA group in which the tensors take a line, or a table
+    shapes         shape and dtype by module path and part (see `adapters.peft.binding.BoundExtra`): float32 vectors,
+                   and the embedding and the head in the rows' dtype
+    tokens         ids of trained tokens by module path, one per rank of that slice. The file's values are loaded in
+                   place of the deltas; the base's values are subtracted on the device
+    non_lora_rows  1 for each non-LoRA group in which the tensors occupy a line, or a table
     """
 
     shapes: dict[tuple[str, str], tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
@@ -54,11 +54,17 @@ class Extras:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class HostAdapter:
-    """slices by module path, in the order of the slab; rows: the largest rank per projection group, and 1 of each side
-    group; num_bytes of host memory; ranks int32 and scalings float32 [slices of the layout], views of the slab's bytes
-    [tables_start, tables_end); shape_key: equal for adapters whose slabs are laid out alike up to there; extras: views
-    of the slab, by module path and part; tokens: see `Extras`. The slab's memory is given back when the last reference
-    to this goes: hold this, not its tensors."""
+    """One adapter in host memory. The slab's memory is released with the last reference to this object: hold this, not
+    its tensors.
+
+    slices     by module path, in the order of the slab
+    rows       the largest rank per projection group, and 1 per non-LoRA group
+    slab       uint8 [num_bytes]
+    ranks, scalings  int32 and float32 [slices of the layout], views of the slab's bytes [tables_start, tables_end)
+    shape_key  equal for adapters with the same slab layout up to the tables' end
+    extras     views of the slab, by module path and part
+    tokens     see `Extras`
+    """
 
     digest: str
     slices: dict[str, HostSlice]
@@ -78,23 +84,23 @@ class HostAdapter:
 
 
 class SlabMemory(Protocol):
-    """Where slabs come from."""
+    """Allocator of slabs."""
 
     def take(self, num_bytes: int) -> torch.Tensor | None:
-        """uint8 [num_bytes] of any contents; None if there is none left."""
+        """uint8 [num_bytes], uninitialised; None if no memory is left."""
 
     def give_back(self, slab: torch.Tensor) -> None:
-        """Nobody uses it any more. Any thread."""
+        """Free a slab without users. Any thread."""
 
 
 class PageableMemory:
-    """The heap's, for engines whose device is the host."""
+    """Heap memory, for engines on a CPU."""
 
     def take(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def give_back(self, slab: torch.Tensor) -> None:
-        """It goes with its last reference."""
+        """The slab is freed with its last reference."""
 
 
 class Arena:
@@ -126,7 +132,7 @@ class Arena:
 
     @property
     def num_free_bytes(self) -> int:
-        """As far as is known to the thread that takes."""
+        """Free bytes, as known to the thread that allocates."""
         return self._pages.num_free * ALIGNMENT_BYTES
 
     def check_integrity(self) -> None:
@@ -135,7 +141,7 @@ class Arena:
 
 @dataclass(frozen=True, slots=True)
 class ModuleShape:
-    """Of a module that an adapter targets."""
+    """One module that an adapter targets."""
 
     module: str
     rank: int
@@ -147,7 +153,7 @@ class ModuleShape:
 def slab_bytes(
     layout: BaseLayout, modules: Iterable[ModuleShape], dtype: torch.dtype, extras: Extras | None = None
 ) -> int:
-    """Of an adapter's slab."""
+    """Bytes of an adapter's slab."""
     return _extra_places(_places(layout, modules, dtype)[-1] + 8 * _num_slices(layout), extras or Extras())[-1]
 
 
@@ -160,8 +166,7 @@ def make_adapter(
     memory: SlabMemory,
     extras: Extras | None = None,
 ) -> HostAdapter:
-    """An adapter whose weights, and extras, are still to be written; its tables are. `slab` is uint8 [slab_bytes] of
-    `memory`."""
+    """An adapter with its tables written, its weights and extras not yet. `slab` is uint8 [slab_bytes] of `memory`."""
     in_order = _in_order(layout, modules)
     places = _places(layout, in_order, dtype)
     slices: dict[str, HostSlice] = {}
@@ -212,8 +217,8 @@ def make_adapter(
 def pack(
     layout: BaseLayout, digest: str, weights: Mapping[str, tuple[torch.Tensor, torch.Tensor, float]], dtype: torch.dtype
 ) -> HostAdapter:
-    """An adapter of weights that are in memory: a [rank, in_features], b [rank, out_features] and the scaling, by
-    module path."""
+    """An adapter from weights in memory: a [rank, in_features], b [rank, out_features] and the scaling, by module
+    path."""
     shapes = [
         ModuleShape(name, a.shape[0], a.shape[1], b.shape[1], scaling) for name, (a, b, scaling) in weights.items()
     ]
@@ -232,7 +237,7 @@ def _in_order(layout: BaseLayout, modules: Iterable[ModuleShape]) -> list[Module
 
 
 def _places(layout: BaseLayout, modules: Iterable[ModuleShape], dtype: torch.dtype) -> list[int]:
-    """Where a and b of each module begin, in bytes, and last the tables."""
+    """Offsets of a and b of each module, in bytes, and last of the tables."""
     places, end = [], 0
     for one in _in_order(layout, modules):
         for width in (one.in_features, one.out_features):
@@ -242,7 +247,7 @@ def _places(layout: BaseLayout, modules: Iterable[ModuleShape], dtype: torch.dty
 
 
 def _extra_places(tables_end: int, extras: Extras) -> list[int]:
-    """Where each of the extras begins, in bytes, and last where the slab ends."""
+    """Offsets of the extras, in bytes, and last the end of the slab."""
     places, end = [], tables_end
     for shape, dtype in extras.shapes.values():
         places.append(_aligned(end))

@@ -1,4 +1,4 @@
-"""The base checkpoint, as far as the store needs it: to tell a copy of a base weight from a changed one.
+"""The base checkpoint, read to distinguish a copy of a base weight from a changed one.
 
 PEFT saves the base's embedding beside an adapter that targets it. An identical copy is left out; a changed one would
 be full training under the name of LoRA, and is refused.

@@ -1,5 +1,5 @@
-"""Which projection slice each tensor of an upload belongs to. Every tensor finds one, or the upload is refused with
-the list of those that did not and why."""
+"""Binding of an upload's tensors to projection slices. Every tensor binds, or the upload is refused with the list of
+those that do not and why."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _check_targets(known: KnownModules, config: AdapterConfig, found: Mapping[st
     prefixes = _prefixes(found)
 
     def path_of(module: str) -> str:
-        """As the trainer would call it."""
+        """The module's path as the trainer would write it."""
         entry, prefix = found.get(tail_of(module)), model_prefix(module)
         return entry.path if entry is not None else prefixes.get(prefix, prefix) + tail_of(module)
 
@@ -147,12 +147,12 @@ def _check_targets(known: KnownModules, config: AdapterConfig, found: Mapping[st
 
 
 def _prefixes(found: Mapping[str, FoundModule]) -> dict[str, str]:
-    """What the base has before its modules' paths, and the trainer in the place of that."""
+    """The trainer's prefix of module paths, by the base's prefix."""
     return {model_prefix(rows.module): model_prefix(entry.path) for entry in found.values() for rows in entry.rows}
 
 
 def _absent(known: KnownModules, found: Mapping[str, FoundModule]) -> dict[str, set[str]]:
-    """Modules of `_renamed` of whose rows the file has none; and what they belong to."""
+    """Modules of `_renamed` without rows in the file, with the base's modules that they belong to."""
     adapted: dict[str, list[OutputRows]] = {}
     for entry in found.values():
         for rows in entry.rows:
@@ -173,8 +173,8 @@ def _renamed(known: KnownModules, found: Mapping[str, FoundModule]) -> Mapping[s
 def _check_unserved_targets(
     known: KnownModules, config: AdapterConfig, found: Mapping[str, FoundModule], layout: BaseLayout
 ) -> Problems:
-    """Targets, or modules that were trained whole, that stand for what no adapter changes, and have no tensors: PEFT
-    adapts such a module or refuses it, so the file lacks what was asked for."""
+    """Refuse targets, or modules trained whole, that match only modules which no adapter changes here and that have no
+    tensors: PEFT adapts such a module or refuses it, so the file lacks what was asked for."""
     is_expression = isinstance(config.target_modules, str)
     prefix = model_prefix(layout.layer_prefix)
     prefix = _prefixes(found).get(prefix, prefix)

@@ -1,4 +1,4 @@
-"""Tensors that no file holds: blocks of others, and zeros around them."""
+"""Tensors composed of blocks of a file's tensors, with zeros around them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from adapters.files.safetensors_header import CHUNK_BYTES, ELEMENT_BYTES, Tensor
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A tensor of a file at (row, column) of a larger one, times `factor`; a vector is a column."""
+    """A tensor of a file, placed at (row, column) of a larger one and multiplied by `factor`; a vector is a column."""
 
     tensor: Tensor
     row: int
@@ -24,14 +24,15 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Stacked(Tensor):
-    """`start` and `end` are offsets in itself. blocks: by row, of which none has two."""
+    """A tensor of `blocks`, in the order of their rows, of which each row belongs to one block at most. `start` and
+    `end` are offsets in the tensor itself."""
 
     blocks: tuple[Block, ...]
 
 
 def stacked(shape: tuple[int, ...], blocks: Sequence[Block]) -> Stacked:
-    """In the blocks' own dtype where they have one and no other factor than 1, else in float32, to which each of theirs
-    is widened exactly."""
+    """The tensor of these blocks: in the blocks' own dtype if they share one and every factor is 1, else in float32, to
+    which each is widened exactly."""
     dtypes = {block.tensor.dtype for block in blocks}
     dtype = dtypes.pop() if len(dtypes) == 1 and all(block.factor == 1 for block in blocks) else "F32"
     in_order = tuple(sorted(blocks, key=lambda block: block.row))
@@ -61,7 +62,8 @@ def chunks(path: Path, tensor: Tensor) -> Iterator[bytes]:
 
 
 def origin(tensor: Tensor, place: int) -> Tensor:
-    """The tensor of a file that the element at `place` comes from, row after row; of what is zero anyway, the whole."""
+    """The file's tensor that the element at `place`, counted row after row, comes from; the whole tensor for a zero
+    between blocks."""
     if not isinstance(tensor, Stacked):
         return tensor
     row = place // math.prod(tensor.shape[1:])
@@ -79,7 +81,7 @@ def _common_name(names: Sequence[str]) -> str:
 
 
 def _beginning(names: Sequence[str]) -> str:
-    """Of all of them."""
+    """The common beginning of all names."""
     return "".join(letters[0] for letters in takewhile(lambda some: len(set(some)) == 1, zip(*names, strict=False)))
 
 

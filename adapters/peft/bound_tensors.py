@@ -1,6 +1,4 @@
-"""What the tensors of an adapter are bound to: `adapters.peft.binding` makes it, the store keeps it, the device gets
-it.
-"""
+"""Tensors bound to the base's modules: made by `adapters.peft.binding`, kept by the store, loaded to the device."""
 
 from __future__ import annotations
 
@@ -26,9 +24,9 @@ class BoundSlice:
 
 @dataclass(frozen=True, slots=True)
 class BaseCopy:
-    """A tensor of the base model itself that the file repeats; it must equal the base's, or it would be a change.
+    """A tensor of the base model that the file repeats; one that differs from the base's is refused as a change.
 
-    name  that the base has for it
+    name  the base's name of the tensor
     """
 
     tensor: Tensor
@@ -37,8 +35,8 @@ class BaseCopy:
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """A tensor that the file has twice, under two of a module's names; both must be equal, or it is not known which of
-    them counts."""
+    """A tensor that the file has twice, under two names of a module; both must be equal, or it is unclear which
+    counts."""
 
     tensor: Tensor
     of: Tensor
@@ -46,8 +44,8 @@ class Repeat:
 
 @dataclass(frozen=True, slots=True)
 class BoundTokens:
-    """Rows of the embedding [vocabulary, hidden], or of the head, that an adapter has in the place of the base's:
-    tensor [num_ids, hidden]. On the device each is a row of rank that only its token meets."""
+    """Trained rows of the embedding [vocabulary, hidden], or of the head, that replace the base's: tensor [num_ids,
+    hidden]. On the device each is a row of rank that only its token uses."""
 
     module: str
     token_ids: tuple[int, ...]
@@ -61,8 +59,8 @@ TOKENS = "token_adapter.trainable_tokens_delta"
 
 @dataclass(frozen=True, slots=True)
 class BoundExtra:
-    """What an adapter has for a module beside rows: a magnitude or a bias of a projection [out_features], the weight of
-    a norm [width], of the embedding or of the head [vocabulary, width]."""
+    """A non-LoRA tensor of a module: a magnitude or a bias of a projection [out_features], the weight of a norm
+    [width], of the embedding or of the head [vocabulary, width]."""
 
     module: str
     part: str
@@ -98,7 +96,7 @@ class Binding:
 
 
 def first_of(notes: list[str]) -> list[str]:
-    """Of notes of one kind, and how many more there are."""
+    """The first notes of one kind, and a sentence with the number of the others."""
     more = len(notes) - MOST_TOLD
     return notes if more <= 0 else [*notes[:MOST_TOLD], f"The same is true of {more} more."]
 

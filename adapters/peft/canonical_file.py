@@ -1,5 +1,5 @@
-"""The form in which tensors are stored: PEFT's own names for the base's modules, sorted, nothing else in the file. What
-PEFT has saved has it already, and is not written a second time."""
+"""The canonical file of an adapter's tensors: PEFT's own names for the base's modules, sorted, nothing else. A file
+that PEFT saved in this form already is not written again."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _EXPONENT = {"F32": ("<u4", 0x7F800000), "F16": ("<u2", 0x7C00), "BF16": ("<u2",
 
 
 class CanonicalForm:
-    """Of the tensors that `binding` says.
+    """The canonical file of the tensors in `binding`.
 
-    num_bytes  of the file
+    num_bytes  size of the file
     """
 
     def __init__(self, binding: Binding) -> None:
@@ -41,12 +41,12 @@ class CanonicalForm:
         self.num_bytes = len(self._header) + sum(tensor.num_bytes for _, tensor in self._entries)
 
     def is_that_of(self, source: Path) -> bool:
-        """Whether the file that the tensors were found in is what `write` would make of it. They fill it."""
+        """Whether the source file of the tensors is already in this form."""
         with source.open("rb") as file:
             return file.read(len(self._header)) == self._header
 
     def write(self, source: Path, target: Path) -> None:
-        """Write `target` of the file that the tensors were found in."""
+        """Write `target` from the source file of the tensors."""
         with target.open("wb") as file:
             file.write(self._header)
             for _, tensor in self._entries:
@@ -54,7 +54,7 @@ class CanonicalForm:
                     file.write(chunk)
 
     def digest(self, path: Path, text: AdapterText) -> tuple[str, tuple[str, ...]]:
-        """Of a file in this form, which is synced to disk meanwhile: the adapter's digest, and warnings.
+        """The adapter's digest, and warnings, of a file in this form, which is synced to disk meanwhile.
 
         The digest covers each module's rank, scaling, dtypes and data, the chat templates with their special tokens,
         and the end tokens: whatever changes a prompt or an answer. Key order, metadata, tensor order and training-only
@@ -76,7 +76,7 @@ class CanonicalForm:
 
 
 def _warnings(binding: Binding, largest: Mapping[str, float]) -> Iterator[str]:
-    """What a probe would refuse, as far as the weights tell."""
+    """Warnings about weights that a probe would refuse, as far as their sizes show it."""
     deltas = {bound.slice.module: _largest_delta(bound, largest) for bound in binding.slices}
     others = [extra for extra in binding.extras if extra.part != LORA_BIAS or largest[extra.tensor.name]]
     if not (any(deltas.values()) or others or binding.tokens):
@@ -89,7 +89,7 @@ def _warnings(binding: Binding, largest: Mapping[str, float]) -> Iterator[str]:
 
 
 def _largest_delta(bound: BoundSlice, largest: Mapping[str, float]) -> float:
-    """No element of the delta is larger."""
+    """Upper bound of the delta's elements."""
     return bound.rank * abs(bound.scaling) * largest[bound.a.name] * largest[bound.b.name]
 
 
@@ -114,7 +114,7 @@ def _entries(binding: Binding) -> list[tuple[str, Tensor]]:
 
 
 def _described(binding: Binding, text: AdapterText) -> bytes:
-    """What the digest covers besides the data; shapes too, which also tell adapters of different bases apart."""
+    """The JSON that the digest covers besides the data; its shapes also distinguish adapters of different bases."""
     modules = sorted(
         [bound.slice.module, bound.scaling.hex(), bound.a.dtype, bound.a.shape, bound.b.dtype, bound.b.shape]
         for bound in binding.slices

@@ -81,7 +81,7 @@ KNOWN = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """What of a PEFT LoRA configuration changes the computation.
+    """The settings of a PEFT LoRA configuration that change the computation.
 
     target_modules, exclude_modules  names (or path endings), or one regular expression / "all-linear"
     layers_to_transform              None = all; only with a list of target_modules
@@ -89,8 +89,8 @@ class AdapterConfig:
     use_dora, lora_bias              each adapted projection has a magnitude, or a bias beside lora_B
     modules_to_save                  modules that were trained whole
     ties_head                        a head that is the base's embedding was adapted or trained with it
-    trained_tokens                   module (or the end of its path; "" is the embedding) to the ids of its tokens that
-                                     were trained
+    trained_tokens                   module (or the end of its path; "" is the embedding) to the ids of its trained
+                                     tokens
     invocation                       tokens at whose last place in a prompt the adapter begins (aLoRA); () = everywhere
     """
 

@@ -1,4 +1,4 @@
-"""Where an activated LoRA (Greenewald et al., 2025) begins: at the last place of its invocation in the prompt."""
+"""The start of an activated LoRA (Greenewald et al., 2025): the last occurrence of its invocation in the prompt."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ MAX_INVOCATION_TOKENS = 1024
 
 
 def invocation_start(token_ids: Sequence[int], invocation: Sequence[int]) -> int | None:
-    """Index in `token_ids` at which the last whole occurrence of `invocation` begins; None if there is none, and then
-    the base answers alone. All tokens from there on are the adapter's, as in PEFT."""
+    """Index in `token_ids` at which the last whole occurrence of `invocation` begins; None without one, and then the
+    base alone answers. All tokens from there on use the adapter, as in PEFT."""
     assert invocation, "an empty invocation is nowhere"
     text, wanted = array("q", token_ids), array("q", invocation).tobytes()
     size, end = text.itemsize, len(text) * text.itemsize

@@ -1,4 +1,4 @@
-"""Modules by the names that trainers give them: what stands before a module's path is not of the base model."""
+"""Names that trainers use for modules: the prefix before a module's path is not part of the base model."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class OutputRows:
 class KnownModules:
     """The layout's slices by module path, and by path without the name of the model around it.
 
-    renamed           modules that only some trainers have, by such a path: the rows that each stands for, in order
-    unserved_modules  those of `unserved` that are modules, not parameters: an expression finds no others
+    renamed           modules that only some trainers have, by such a path: the rows that each covers, in order
+    unserved_modules  modules among `unserved`, without the parameters: only modules match an expression
     """
 
     def __init__(self, layout: BaseLayout) -> None:
@@ -74,7 +74,7 @@ class KnownModules:
         self._places = {module: place for place, module in enumerate(self.slices)}
 
     def place(self, rows: OutputRows) -> tuple[int, int]:
-        """To sort by: in the order of the layout."""
+        """Sort key: the order of the layout."""
         return self._places[rows.module], rows.start
 
     def resolve(self, path: str) -> str | None:
@@ -99,7 +99,7 @@ class KnownModules:
         return (*self.unadapted, *self._fixed)
 
     def rows_of(self, path: str) -> tuple[OutputRows, ...] | None:
-        """What the module at `path` stands for, in the order of its rows."""
+        """Output rows that the module at `path` covers, in their order."""
         module = self.resolve(path)
         return self.renamed.get(tail_of(path)) if module is None else (_all_rows(self.slices[module][1]),)
 

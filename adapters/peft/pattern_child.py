@@ -21,7 +21,7 @@ _MAX_BYTES = 512 << 20
 
 
 def matches(method: str, patterns: list[str], texts: list[str]) -> dict[str, Any]:
-    """The answer."""
+    """The reply to one request."""
     found = []
     for index, pattern in enumerate(patterns):
         try:
@@ -33,7 +33,7 @@ def matches(method: str, patterns: list[str], texts: list[str]) -> dict[str, Any
 
 
 def main() -> None:
-    """Answers one question. What the kernel cannot take from this process is told of by others that are confined."""
+    """Answer one request. Confinement that the kernel lacks is reported by the long-lived confined children."""
     resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
     seconds, method, patterns, texts = json.load(sys.stdin)
     confine()

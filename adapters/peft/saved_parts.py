@@ -1,5 +1,5 @@
-"""Modules that were trained whole and tokens that were trained: what tied heads share, and whether the file has all
-that the configuration names."""
+"""Modules trained whole and trained tokens: sharing with tied heads, and checking that the file has all that the
+configuration names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from adapters.peft.tensor_names import OtherTensors
 
 
 def tie_whole_head(known: KnownModules, others: OtherTensors) -> None:
-    """An embedding that was trained whole as the head too is the head's, unless the file has the head itself."""
+    """Use an embedding trained whole for a tied head too, unless the file has the head itself."""
     if not (others.config.ties_head and known.ties_head):
         return
     whole = {extra.module: extra for extra in others.extras if extra.part == WEIGHT}
@@ -24,8 +24,8 @@ def tie_whole_head(known: KnownModules, others: OtherTensors) -> None:
 
 
 def check_saved(known: KnownModules, others: OtherTensors) -> list[tuple[str, str]]:
-    """What modules_to_save names, as PEFT looks for it, and the file has not: some ways to save lose these modules, and
-    the base's would answer in their place."""
+    """Modules that modules_to_save names, matched as PEFT does, and that the file lacks, each with a sentence: some
+    ways of saving lose them, and the base's would answer instead."""
     whole = {extra.module for extra in others.extras if extra.part == WEIGHT}
     names = others.config.modules_to_save
     modules = (*known.slices, *(norm.module for norm in known.norms.values()))
@@ -37,8 +37,11 @@ def check_saved(known: KnownModules, others: OtherTensors) -> list[tuple[str, st
 
 
 def check_tokens(known: KnownModules, others: OtherTensors, adapted: Collection[str]) -> list[tuple[str, str]]:
-    """Of a base that ties its head, the embedding's trained tokens are the head's too, unless it has its own, or is
-    there whole: then it was untied to be trained. What the configuration names and the file has not is refused."""
+    """Share trained tokens with a tied head, and list what the configuration names and the file lacks, each with a
+    sentence.
+
+    A tied head shares the embedding's trained tokens, unless it has its own or is saved whole: then training untied it.
+    """
     bound = {one.module for one in others.tokens}
     if others.config.trained_tokens and not bound:
         return [("trainable_token_indices", "the file has no tensors for it")]

@@ -1,9 +1,9 @@
-"""From modules as a trainer has them to slices of the base: each of its modules stands for rows of one slice or more.
+"""Mapping of a trainer's modules to slices of the base: each module covers rows of one slice or more.
 
-Modules that stand for all rows of slices share their A, and each slice has its rows of B. Modules that stand for some
-rows of a slice make one LoRA of it whose rank is the sum of theirs, with zeros where the rows of one meet the ranks of
-another. Rows that none of them stands for stay the base's: their B is zero, and their magnitude, which no trained row
-has beside a B of zero (`adapters.memory.non_lora_pool` takes both for a scale of 1).
+Modules that cover all rows of slices share their A, and each slice has its rows of B. Modules that cover some rows of a
+slice become one LoRA whose rank is the sum of theirs, with zeros where the rows of one meet the ranks of another. Rows
+that no module covers stay the base's: their B is zero, and so is their magnitude, which no trained row has beside a B
+of zero (`adapters.memory.non_lora_pool` takes both for a scale of 1).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from adapters.peft.tensor_names import FoundModule, why_in_parts
 
 @dataclass(frozen=True, slots=True)
 class SlicePiece:
-    """What one of a trainer's modules changes of one slice.
+    """The part of one slice that one of a trainer's modules changes.
 
     name   the trainer's module
-    rows   of the slice
-    sides  "A" [rank, in_features]; "B" [rows, rank]; MAGNITUDE and LORA_BIAS [rows], where there are any
+    rows   rows of the slice
+    sides  "A" [rank, in_features]; "B" [rows, rank]; MAGNITUDE and LORA_BIAS [rows], where present
     """
 
     name: str
@@ -42,7 +42,7 @@ Problems = list[tuple[str, str]]
 
 
 def misfits(entry: FoundModule, known: KnownModules, config: AdapterConfig, rank: int) -> Problems:
-    """What is wrong with the tensors of one module."""
+    """Faults of the tensors of one module."""
     if not {"A", "B"} <= entry.sides.keys():
         present = next(iter(entry.sides.values()))
         other = "B" if "A" in entry.sides else "A"
@@ -65,7 +65,7 @@ def misfits(entry: FoundModule, known: KnownModules, config: AdapterConfig, rank
 
 
 def pieces_of(entry: FoundModule, rank: int, scaling: float) -> Iterator[SlicePiece]:
-    """Of one module whose tensors fit, in the order of its rows."""
+    """The pieces of one module whose tensors fit, in the order of its rows."""
     first, total = 0, sum(rows.num for rows in entry.rows)
     for rows in entry.rows:
         sides = {
@@ -84,7 +84,7 @@ def _part(tensor: Tensor, first: int, num_rows: int, total: int) -> Tensor:
 
 
 def clashes(pieces: Sequence[SlicePiece], piece: Slice) -> Problems:
-    """What is wrong with the pieces of one slice, by their first rows, together."""
+    """Faults of the pieces of one slice together, by their first rows."""
     return [
         (two.name, f"{one.name} changes the same rows of {piece.module}; train these in one way")
         for one, two in pairwise(pieces)
@@ -95,7 +95,7 @@ def clashes(pieces: Sequence[SlicePiece], piece: Slice) -> Problems:
 def bind_slice(
     projection: ProjectionSpec, piece: Slice, pieces: Sequence[SlicePiece]
 ) -> tuple[BoundSlice, list[BoundExtra]]:
-    """What pieces of a slice that do not clash, by their first rows, make of it, with its magnitudes and biases."""
+    """The bound slice made from pieces that do not clash, by their first rows, with its magnitudes and biases."""
     whole = pieces[0] if pieces[0].rows.num == piece.out_features else _together(pieces, piece.out_features)
     bound = BoundSlice(projection, piece, whole.rank, whole.scaling, whole.sides["A"], whole.sides["B"])
     extras = [
@@ -107,7 +107,7 @@ def bind_slice(
 
 
 def _together(pieces: Sequence[SlicePiece], num_rows: int) -> SlicePiece:
-    """One for all rows of the slice. Its scaling is the largest, and a smaller one is made up for in B."""
+    """One LoRA for all rows of the slice. Its scaling is the largest; smaller ones are compensated in B."""
     rank, in_features = sum(one.rank for one in pieces), pieces[0].sides["A"].shape[1]
     scaling = max((one.scaling for one in pieces), key=abs)
     shapes = {"A": (rank, in_features), "B": (num_rows, rank), MAGNITUDE: (num_rows,), LORA_BIAS: (num_rows,)}

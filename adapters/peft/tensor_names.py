@@ -1,4 +1,4 @@
-"""Where each tensor of an upload belongs, by its name and shape, or why it belongs nowhere."""
+"""Sorting of an upload's tensors by name and shape, or the reason why one belongs nowhere."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _IN_TOKENS = "token_adapter.base_layer"
 class FoundModule:
     """Tensors of a trainer's module: "A", "B", MAGNITUDE, LORA_BIAS.
 
-    name  the base's, where it has the module
-    path  the module's as the trainer saw it
-    rows  that it stands for
+    name  the base's name, where it has the module
+    path  the module's path in training
+    rows  output rows that it covers
     """
 
     name: str
@@ -42,8 +42,8 @@ class FoundModule:
 
 @dataclass(slots=True)
 class OtherTensors:
-    """Tensors that are no LoRA weights: what is held beside rows, what must repeat the base, and what must repeat
-    another one: PEFT's `save_embedding_layers` saves a module of `modules_to_save` twice.
+    """Tensors other than LoRA weights: non-LoRA parameters, copies of the base's tensors, and repeated tensors, since
+    PEFT's `save_embedding_layers` saves a module of `modules_to_save` twice.
 
     left  names by the part of a multimodal model that they belong to, which is not served
     """
@@ -67,8 +67,7 @@ class OtherTensors:
 
 
 def sort_in(tensor: Tensor, known: KnownModules, found: dict[str, FoundModule], others: OtherTensors) -> str | None:
-    """Put the tensor where it belongs, in `found` by a path without the model's name; the reason if it belongs
-    nowhere."""
+    """Add the tensor to `found`, by a path without the model's name; returns the reason if it belongs nowhere."""
     part = part_beside_text(trained_path(tensor.name))
     if part is not None:
         others.left.setdefault(part, []).append(tensor.name)
@@ -196,8 +195,8 @@ def _add_tokens(tensor: Tensor, path: str, known: KnownModules, others: OtherTen
 
 
 def _trained_ids(module: str, path: str, known: KnownModules, config: AdapterConfig) -> tuple[int, ...] | None:
-    """Of a head that is the embedding they are the embedding's, unless the configuration names it: PEFT saves it too
-    where it saves embeddings (`save_embedding_layers`)."""
+    """Ids of trained tokens. A tied head has the embedding's, unless the configuration names the head: PEFT saves it
+    too where it saves embeddings (`save_embedding_layers`)."""
     named = {*endings(path), *([""] if module in known.embeddings else ())}
     ids = next((ids for key, ids in config.trained_tokens.items() if key in named), None)
     if ids is None and module in known.heads and known.ties_head:

@@ -1,5 +1,5 @@
-"""What the store knows without asking the disk: what each name stands for, who uses which content, and the index that
-listings are read from. Every change of it follows one on the disk, which `adapters.store.transactions` makes."""
+"""The store's state in memory: each name's versions, the users of each content, and the index for listings. Every
+change follows one on the disk, which `adapters.store.transactions` makes."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ MAX_MANIFESTS_KEPT = 256
 
 
 class Catalog:
-    """Thread-safe; its lock is held for moments, but for the reading of a manifest that is not kept.
+    """Thread-safe; its lock is held for moments, except while a manifest that is not in memory is read.
 
-    changing  held by whoever changes a name's file and what is known of it together, around `point` and `files_put`
+    changing  held around `point` and `files_put` while a name's file and its record here are changed together
     """
 
     def __init__(self, files: StoreFiles, names: dict[str, NameRecord]) -> None:
@@ -50,7 +50,7 @@ class Catalog:
     # ---- names
 
     def names(self) -> dict[str, NameRecord]:
-        """All, sorted, without reading a file."""
+        """All names, sorted, without reading a file."""
         with self._lock:
             return dict(sorted(self._names.items()))
 
@@ -65,7 +65,7 @@ class Catalog:
             return rules.record_of(self._names, name)
 
     def owned(self, owner: str) -> QuotaUsage:
-        """What the owner has. The first call of an owner looks at all names; those after it do not."""
+        """The owner's usage of its quota. The first call for an owner looks at all names; later ones do not."""
         with self.changing:
             if owner not in self._owned:
                 with self._lock:
@@ -88,7 +88,7 @@ class Catalog:
 
     @property
     def num_changes(self) -> int:
-        """Of pages, so far."""
+        """Changes of pages so far."""
         return self._index.num_changes
 
     def page(self, query: Query) -> list[Row]:
@@ -112,7 +112,7 @@ class Catalog:
         return found
 
     def point(self, name: str, record: NameRecord | None) -> None:
-        """Under `changing`, after the name's file: it stands for this now; None removes it."""
+        """Under `changing`, after the name's file was written: set the name's record; None removes the name."""
         with self._lock:
             before = self._names.pop(name, None)
             if record is not None:
@@ -144,7 +144,7 @@ class Catalog:
     # ---- contents
 
     def get(self, reference: str) -> AdapterRecord:
-        """What `name`, `name@number` or `name@digest` stands for. Raises NotFound, Damaged."""
+        """The version that `name`, `name@number` or `name@digest` refers to. Raises NotFound, Damaged."""
         with self._lock:
             return self._get(reference)
 
@@ -160,7 +160,7 @@ class Catalog:
             return self._manifest(digest)
 
     def num_bytes(self, digest: str) -> int:
-        """Of the tensors; 0 for a digest whose manifest is damaged."""
+        """Bytes of the tensors; 0 for a digest whose manifest is damaged."""
         if digest not in self._sizes:
             try:
                 self._sizes[digest] = self.manifest(digest).num_bytes
@@ -169,7 +169,7 @@ class Catalog:
         return self._sizes[digest]
 
     def files_put(self, digest: str, *, was_used: bool) -> None:
-        """Under `changing`: other files lie under the digest now. Names that had been left out of listings for damage
+        """Under `changing`: note that the digest's files were replaced. Names that were left out of listings for damage
         are shown again."""
         with self._lock:
             self._manifests.pop(digest, None)
@@ -179,12 +179,12 @@ class Catalog:
             self._tell_index(name, record)
 
     def forget_manifest(self, digest: str) -> None:
-        """It is read again when it is asked for."""
+        """Drop the manifest from memory; the next use reads it again."""
         with self._lock:
             self._manifests.pop(digest, None)
 
     def forget_if_unused(self, digest: str) -> bool:
-        """Of a digest that neither a name nor a lease keeps; False where one does. `files_gone` follows."""
+        """Forget a digest without names or leases, and return True; False where it has any. `files_gone` follows."""
         with self._lock:
             if self._is_used(digest):
                 return False
@@ -194,7 +194,7 @@ class Catalog:
             return True
 
     def files_gone(self, digest: str) -> None:
-        """Its files are out of sight: not before, `num_on_disk` counts it."""
+        """Its files were removed; until this call `num_on_disk` counts it."""
         with self._lock:
             if self._num_names[digest] <= 0:
                 del self._num_names[digest]
@@ -215,19 +215,19 @@ class Catalog:
     # ---- leases
 
     def take(self, reference: str) -> AdapterRecord:
-        """Resolve as `get` does, and keep the content until `give_back`."""
+        """Resolve as `get` does, and lease the content until `give_back`."""
         with self._lock:
             record = self._get(reference)
             self._leases[record.digest] += 1
             return record
 
     def hold(self, digest: str) -> None:
-        """Keep a content that is there, until `give_back`."""
+        """Lease a content of the store until `give_back`."""
         with self._lock:
             self._leases[digest] += 1
 
     def give_back(self, digest: str) -> bool:
-        """One lease less; whether anybody still uses the digest."""
+        """Release one lease; returns whether anything still uses the digest."""
         with self._lock:
             assert self._leases[digest] > 0, digest
             self._leases[digest] -= 1

@@ -1,4 +1,4 @@
-"""What a server of a shared store does all the time: say that it lives, and remove files that no server uses."""
+"""Periodic work of a server of a shared store: a sign of life, and removing files that no server uses."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Housekeeping:
         threading.Thread(target=self._run, name="adapter-store", daemon=True).start()
 
     def stop(self) -> None:
-        """Does not wait: a sweep that is due finds that it is too late."""
+        """Ask the thread to end, without waiting; a sweep that is due does nothing."""
         self._closing.set()
 
     def sweep(self) -> None:
@@ -47,8 +47,8 @@ class Housekeeping:
                 self._files.remove_adapter(digest)
 
     def attempt(self, *, sweeps: bool) -> None:
-        """A sign of life, and a sweep if `sweeps`. What fails is logged, and does not end the thread: a sentence when
-        the disk begins to refuse and one when it no longer does, not a traceback for each attempt meanwhile."""
+        """Write a sign of life, and sweep if `sweeps`. Failures are logged and do not end the thread: one sentence when
+        the disk begins to refuse and one when it works again, not a traceback per attempt."""
         try:
             self._changes.say()
             if sweeps:

@@ -1,4 +1,4 @@
-"""What the store hands out: adapters on their way in, and leases on those that are there."""
+"""Handles that the store hands out: uploads in progress, and leases on published adapters."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 class Lease:
-    """Keeps an adapter's files while held, also after its name is deleted or stands for another version. Release it
-    exactly once (`with` does)."""
+    """Keeps an adapter's files until it is released, even if its name is deleted or moves to another version. Release
+    it exactly once (`with` does)."""
 
     def __init__(self, release: Callable[[str], None], record: AdapterRecord) -> None:
         """release  called with the digest when the lease ends"""

@@ -1,7 +1,7 @@
-"""Which adapters operators have on the device whether they are asked for or not, and how many rows these may take.
+"""Adapters that operators keep on the device whether they are used or not, and the limit on their rows.
 
-A name is pinned, and with it whatever content it stands for. Half of the rows of each group may be pinned, so that
-there is room for others; whose adapter needs more than that is served all the same, in the pinned ones' place.
+A pin belongs to a name, and follows the name to other contents. At most half of the rows of each group may be pinned,
+so others have room; an adapter that needs more than the rest evicts pinned ones for as long as it is served.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Pins(msgspec.Struct, frozen=True):
 
 
 def most_rows(plan: RowPlan, group: Group) -> int:
-    """That may be pinned."""
+    """The most rows of the group that may be pinned."""
     return plan.rows[group] // 2
 
 
 def select(pinned: Iterable[Pinned], plan: RowPlan) -> Pins:
-    """Those that fit, by name. Not all do where the row budget has become smaller, or a name has moved to a larger
+    """The pins that fit, by name. Some do not where the row budget has shrunk, or a name has moved to a larger
     adapter."""
     kept: dict[str, Pinned] = {}
     left_out = []
@@ -67,7 +67,8 @@ def refuse_excess(pinned: Iterable[Pinned], plan: RowPlan) -> None:
 
 
 def _excess(pinned: Iterable[Pinned], plan: RowPlan) -> tuple[Group, int] | None:
-    """The first group in which they take too many rows, and how many. A content of several names is there once."""
+    """The first group in which the pins take too many rows, and that number of rows. A content of several names counts
+    once."""
     contents = {one.digest: one.rows for one in pinned}
     for group in plan.groups:
         num_rows = sum(plan.length(group, rows.get(group, 0)) for rows in contents.values())

@@ -1,7 +1,7 @@
-"""How a checked adapter comes to stand under a name: compared with what is there, published, and moved to in one step.
+"""Publishing a checked adapter under a name: compare with the current content, publish, and move the name in one step.
 
-What must be read for it, which may be gigabytes, is read before the store is locked, and once more where somebody has
-changed it meanwhile: no other upload waits for this one's files.
+Reading, which may be gigabytes, happens before the store is locked, and again if somebody changed the content
+meanwhile: no other upload waits for this one's files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from adapters.upload.staging import StoreLimits
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What an upload's files were compared with: the name's versions and the identity of the digest's files then.
+    """The state that an upload's files were compared with: the name's versions, and the identity of the digest's files.
 
     is_whole  the store has the same files
     same_as   see `Publishing._same_as`
@@ -124,7 +124,7 @@ class Publishing:
         return shown, is_new
 
     def show(self, name: str, change: Change) -> None:
-        """In a change: give a name that is there the change's visibility, and nothing else."""
+        """In a change: set an existing name's visibility, and nothing else."""
         before = self._catalog.record_of(name)
         record = rules.seen(before, change)
         if record != before:
@@ -169,8 +169,8 @@ class Publishing:
         return None
 
     def _move(self, name: str, digest: str, change: Change, same_as: int | None = None) -> list[str]:
-        """In a change: make a digest whose files are there the name's current version. Returns the digests whose files
-        are gone by that. After an OSError, a Conflict or QuotaExceeded the name is as before."""
+        """In a change: make a digest with files the name's current version. Returns the digests whose files were
+        removed. After an OSError, a Conflict or QuotaExceeded the name is as before."""
         before, limits, num_bytes = self._catalog.find(name), self._limits, self._catalog.num_bytes
         if before is None:
             record = rules.created(digest, time.time(), change, self._files.first_number(name))

@@ -1,4 +1,5 @@
-"""What one owner has, kept as names change, so that a change costs no look at all of its thousands of names."""
+"""Names and bytes of one owner, updated as names change, so that a change does not scan the owner's thousands of
+names."""
 
 from __future__ import annotations
 
@@ -12,9 +13,9 @@ from adapters.files.paths import without_root
 
 
 class QuotaUsage:
-    """Thread-safe. Callers serialise `point`, and hold no lock then that `size_of` takes.
+    """Thread-safe. Callers serialise `point`, and hold no lock then that `size_of` acquires.
 
-    size_of  bytes of a digest; 0 for one that cannot be read now, which is asked for again
+    size_of  bytes of a digest; 0 for one that cannot be read now, which is asked again
     """
 
     def __init__(self, names: Mapping[str, NameRecord], size_of: Callable[[str], int]) -> None:
@@ -32,7 +33,7 @@ class QuotaUsage:
             self.point(name, None, record)
 
     def point(self, name: str, before: NameRecord | None, after: NameRecord | None) -> None:
-        """A name of the owner's stands for something else now; None: for nothing."""
+        """Change the record of one of the owner's names; None means no name."""
         before_digests = before.digests if before is not None else set()
         after_digests = after.digests if after is not None else set()
         with self._lock:
@@ -62,8 +63,8 @@ class QuotaUsage:
             )
 
     def refuse_excess(self, before: NameRecord | None, after: NameRecord, quota: Quota) -> None:
-        """QuotaExceeded if a name's becoming `after` makes the names, or the bytes that they keep, more than they were
-        and more than they may be. `before` is what the name stands for."""
+        """Raises QuotaExceeded if the name's record `after` makes the owner's names, or their bytes, more than they
+        were and more than the quota. `before` is the name's current record."""
         if quota.max_names is not None and before is None and self._num_names + 1 > quota.max_names:
             raise QuotaExceeded(
                 f"You have {self._num_names} of your {quota.max_names} adapters; delete one first.",
@@ -84,7 +85,7 @@ class QuotaUsage:
             )
 
     def _name(self, name: str, *, is_there: bool) -> None:
-        """Under the lock: it comes or goes."""
+        """Under the lock: add or remove a name."""
         self._num_names += 1 if is_there else -1
         form = folded(name)
         known = self._twins.pop(form, None) or ((self._names[form],) if form in self._names else ())
@@ -96,7 +97,7 @@ class QuotaUsage:
             self._twins[form] = names
 
     def _bytes(self, before: set[str], after: set[str]) -> tuple[int, int]:
-        """Of all contents, each once: now, and with a name's digests `after` in the place of those `before`."""
+        """Bytes of all contents, each counted once: now, and with a name's digests `before` replaced by `after`."""
         with self._lock:
             for digest in list(self._uncounted):
                 if size := self._size_of(digest):

@@ -1,4 +1,4 @@
-"""Whether two adapters have the same weights in different float types: told only where every value is the same."""
+"""Comparison of two adapters' weights in different float types: the same only if every value is the same."""
 
 from __future__ import annotations
 
@@ -47,5 +47,5 @@ def _are_equal(path: Path, tensor: Tensor, other_path: Path, other: Tensor) -> b
 
 
 def _bits(data: bytes, dtype: str) -> Any:
-    """Of the elements as float32, uint32: -0 is not 0."""
+    """Bit patterns of the elements as float32, uint32: -0 differs from 0."""
     return widened(data, dtype).view("<u4")

@@ -52,8 +52,12 @@ class _Member(msgspec.Struct, frozen=True):
 
 
 class News(msgspec.Struct, frozen=True):
-    """What others have changed. is_all: the log began anew or is damaged, all names must be read; replaced: digests
-    whose damaged files were replaced."""
+    """Changes by other servers.
+
+    names     names that changed
+    replaced  digests whose damaged files were replaced
+    is_all    the log began anew or is damaged, so all names must be read
+    """
 
     names: tuple[str, ...] = ()
     replaced: tuple[str, ...] = ()
@@ -61,7 +65,8 @@ class News(msgspec.Struct, frozen=True):
 
 
 class SharedLog:
-    """One server's part. Turns are taken by one thread of it at a time; so are looks at the log.
+    """One server's part in a shared store. One thread of the server at a time holds the change lock, and one reads the
+    log.
 
     root  of the store, of one base; it holds `changes`, `change-lock` and `members/`
     """
@@ -87,7 +92,8 @@ class SharedLog:
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """Held by one server at a time. StoreBusy where that takes too long. Call `news` in it before anything else."""
+        """The change lock, held by one server at a time. Raises StoreBusy after TURN_SECONDS. Call `news` in it
+        first."""
         deadline = time.monotonic() + TURN_SECONDS
         while True:
             try:
@@ -159,15 +165,15 @@ class SharedLog:
         new.rename(self._log)
 
     def _numbers_read(self) -> Iterator[int]:
-        """Of the logs that servers have read, by what they said last: the next one is none of these, even if the log is
-        lost."""
+        """Numbers of the logs that servers have read, by their last sign of life: the next log has none of these, even
+        if the log is lost."""
         yield 0
         for path in self._members.iterdir():
             with suppress(FileNotFoundError):
                 yield _said_in(path.read_bytes()).position[0]
 
     def _number(self) -> int | None:
-        """Of the log; None where it is missing or damaged."""
+        """The number of the log; None where it is missing or damaged."""
         try:
             descriptor = os.open(self._log, os.O_RDONLY)
         except FileNotFoundError:
@@ -268,7 +274,8 @@ class SharedLog:
 
 
 def _said_in(data: bytes) -> _Member:
-    """What a server's file says; of one that is being written, that it has read nothing, so that nothing may go."""
+    """The content of a server's file; for a file that is being written, a server that has read nothing, so that nothing
+    is removed."""
     try:
         return msgspec.json.decode(data, type=_Member)
     except UNREADABLE:
@@ -276,7 +283,7 @@ def _said_in(data: bytes) -> _Member:
 
 
 def _number_of(descriptor: int) -> int | None:
-    """Of a log that is open; None where it is damaged: it is never shorter than it began."""
+    """The number of an open log; None where it is damaged: a whole log is never shorter than at its start."""
     header = os.pread(descriptor, _HEADER_BYTES, 0)
     is_whole = _HEADER.fullmatch(header) is not None and os.fstat(descriptor).st_size >= LOG_BYTES
     return int(header) if is_whole else None

@@ -1,7 +1,7 @@
-"""What listings need of every name, in SQLite beside the store: pages without reading a manifest.
+"""An index of all names for listings, in SQLite beside the store: pages without reading a manifest.
 
 The names' files and the manifests are the truth. The index is compared with the names at each start, rebuilt where it
-is lost or torn, and kept in memory alone where the disk cannot hold it: it is never a reason to refuse anything.
+is lost or torn, and held only in memory where the disk cannot take it: it is never a reason to refuse anything.
 """
 
 from __future__ import annotations

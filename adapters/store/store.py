@@ -149,8 +149,8 @@ class AdapterStore:
         condition(self.find(name), None)
 
     def begin(self, *, declared_bytes: int | None = None, owner: str = "") -> Upload:
-        """Start an upload. `declared_bytes` (Content-Length) is checked first: TooLarge, StorageFull. `owner` is who
-        pays for its bytes on the disk until it is finished."""
+        """Start an upload. `declared_bytes` (Content-Length) is checked first: TooLarge, StorageFull. `owner`'s quota
+        counts its bytes on the disk until it is finished."""
         if declared_bytes is not None and declared_bytes > self.limits.max_upload_bytes:
             raise TooLarge(f"The upload is larger than the limit of {self.limits.max_upload_bytes} bytes.")
         held = HeldBytes(self.staging_bytes, owner)
@@ -172,13 +172,13 @@ class AdapterStore:
         return self._publishing.rollback(name, selector, change or Change(), condition)
 
     def set_visibility(self, name: str, visibility: Visibility, shared_with: tuple[str, ...] = ()) -> None:
-        """Say who beside its owner may use a name. Raises NotFound."""
+        """Set the users of a name beside its owner. Raises NotFound."""
         with self._changes.change():
             self._publishing.show(name, Change(visibility=visibility, shared_with=shared_with))
 
     def set_pinned(self, name: str, is_pinned: bool) -> None:
-        """Have what a name stands for among `pins`, or no longer; it stays so when the name moves. Raises NotFound, and
-        Conflict if more rows would be pinned than may be. `row_plan` must be set."""
+        """Pin or unpin a name; it stays so when the name moves to another version. Raises NotFound, and Conflict if
+        more rows would be pinned than may be. `row_plan` must be set."""
         with self._changes.change():
             record = self._catalog.record_of(name)
             if is_pinned == record.is_pinned:
@@ -191,7 +191,7 @@ class AdapterStore:
             self._changes.write(name, msgspec.structs.replace(record, is_pinned=is_pinned))
 
     def pins(self) -> pin_rules.Pins:
-        """What engines keep on the device; nothing before `row_plan` is set. May read a file for each."""
+        """Digests that engines keep on the device; none before `row_plan` is set. May read a file for each."""
         self._changes.catch_up()
         return pin_rules.Pins() if self.row_plan is None else pin_rules.select(self._catalog.pinned(), self.row_plan)
 
@@ -210,7 +210,7 @@ class AdapterStore:
     # ---- look-up
 
     def get(self, name: str) -> AdapterRecord:
-        """What `name`, `name@number` or `name@digest` stands for. Raises NotFound, Damaged."""
+        """The version that `name`, `name@number` or `name@digest` refers to. Raises NotFound, Damaged."""
         self._changes.catch_up()
         return self._catalog.get(name)
 
@@ -220,8 +220,8 @@ class AdapterStore:
         return self._catalog.record_of(name)
 
     def each(self) -> Iterator[AdapterRecord]:
-        """What every name stands for, sorted; damaged adapters are logged and left out. Reads a file for each; one by
-        one, so that leases need not wait, and the load reports of thousands need not be in memory together."""
+        """The current version of every name, sorted; damaged adapters are logged and left out. Reads one file per name,
+        one by one, so that leases need not wait and thousands of load reports are not in memory together."""
         for name in self.names():
             try:
                 yield self.get(name)
@@ -242,7 +242,7 @@ class AdapterStore:
         return self._catalog.page(query)
 
     def num_changes(self) -> int:
-        """A number that is another after each change that a page may show, as soon as the change is answered."""
+        """A counter that differs after each change that a page may show, as soon as the change is answered."""
         self._changes.catch_up()
         return self._catalog.num_changes
 
@@ -276,7 +276,7 @@ class AdapterStore:
         return self._files.chat_templates(digest) if self.manifest(digest).has_chat_template else {}
 
     def fault(self) -> WriteFault | None:
-        """What keeps the store from taking changes; None where nothing is seen that would. Asks the disk."""
+        """The reason why the store cannot take changes; None where none is found. Writes to the disk."""
         return self._files.fault()
 
     # ---- leases

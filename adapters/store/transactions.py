@@ -1,4 +1,4 @@
-"""Changes of the store, one after the other: on the disk first, then in the catalog, and what others have changed."""
+"""Changes of the store, one after the other: first on the disk, then in the catalog; and changes by other servers."""
 
 from __future__ import annotations
 
@@ -62,8 +62,7 @@ class Changes:
 
     @contextmanager
     def changing_files(self) -> Iterator[None]:
-        """Under `disk`. Files that go by it are deleted after that, by the thread that made them go: nobody else's
-        change waits for them."""
+        """Hold `disk`. The thread that removed files deletes them after releasing it, so nobody else's change waits."""
         taken_out: list[Path] = []
         try:
             with self.disk:
@@ -77,8 +76,8 @@ class Changes:
     # ---- in a change
 
     def write(self, name: str, record: NameRecord | None) -> None:
-        """What a name stands for, on disk and in the catalog; None removes it. After an OSError it stands for what its
-        file says."""
+        """Set a name's record on the disk and in the catalog; None removes the name. After an OSError the file
+        decides."""
         announced = nullcontext() if self._sharing is None else self._sharing.announced(name)
         with announced, self._catalog.changing:
             if record is None:
@@ -88,8 +87,8 @@ class Changes:
             self._catalog.point(name, record)
 
     def put(self, ready: Path, digest: str) -> bool:
-        """The adapter's files are in the store from now on, as uploaded. Returns whether they are in the place of
-        damaged or missing ones: whoever has read those must read again."""
+        """Move an uploaded adapter's files into the store. Returns whether they replace damaged or missing ones:
+        whoever has read those must read again."""
         was_used = self._catalog.is_used(digest)
         was_there = self._files.has_adapter(digest)  # although not used any more: its last user is about to remove it
         self._files.publish(ready, digest)
@@ -111,13 +110,13 @@ class Changes:
     # ---- outside of changes
 
     def tell_gone(self, digests: Iterable[str]) -> None:
-        """Of files that are gone, or in whose place others are. Outside all locks."""
+        """Call `on_gone` for digests whose files were removed or replaced. Call it outside all locks."""
         if self.on_gone is not None:
             for digest in digests:
                 self.on_gone(digest)
 
     def release(self, digest: str) -> None:
-        """A lease less, without waiting for the disk."""
+        """Release one lease without waiting for the disk."""
         if not self._catalog.give_back(digest):
             with suppress(RuntimeError):  # the store is closed: the next to open it removes them
                 self.remover.submit(self._collect, digest)
@@ -138,8 +137,7 @@ class Changes:
     # ---- servers that share the store
 
     def catch_up(self) -> None:
-        """Know what other servers have changed until now; while the store is away, what was known last goes on to be
-        so."""
+        """Read the changes of other servers; while the store is unreachable, the last known state stays."""
         if self._sharing is None:
             return
         try:
@@ -166,7 +164,7 @@ class Changes:
         self.tell_gone((*gone, *news.replaced))
 
     def say(self) -> None:
-        """A sign of life, and what requests here hold that no name keeps."""
+        """Write a sign of life, with the digests that only requests of this server keep."""
         assert self._sharing is not None
         self._read_news()
         self._files.staging.mkdir(exist_ok=True)  # which is gone if this server stood still and was taken for dead
@@ -174,7 +172,7 @@ class Changes:
             self._sharing.say(self._catalog.held_by_leases_alone())
 
     def _read_again(self, name: str) -> list[str]:
-        """A name that somebody has changed. Returns the digests that nobody uses here any more."""
+        """Read a name that another server changed. Returns the digests without users here."""
         with self._catalog.changing:
             record, before = self._files.name(name), self._catalog.find(name)
             if record == before:

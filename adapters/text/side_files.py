@@ -1,4 +1,4 @@
-"""The files beside an adapter's config and tensors: which are taken, which are left out, which are refused by name."""
+"""The files beside an adapter's config and tensors: used, ignored, or refused by name."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ _ARCHIVES = (".tar.gz", ".tgz", ".zip")
 
 
 def role_of(file_name: str) -> Role:
-    """What a file of an adapter's directory is for. Raises Unsupported for pickles and for other weight files."""
+    """The role of a file in an adapter's directory. Raises Unsupported for pickles and for other weight files."""
     if template_name(file_name) is not None:
         return "named_template"
     name = PurePosixPath(file_name).name
@@ -106,8 +106,8 @@ def template_name(file_name: str) -> str | None:
 
 
 def role_of_part(part_name: str, file_name: str | None) -> Role:
-    """What an uploaded part is for: by its part name, or else by its file name. Raises Unsupported, and Malformed for
-    what is neither."""
+    """The role of an uploaded part, by its part name or else by its file name. Raises Unsupported, and Malformed for
+    neither."""
     if template_name(file_name or "") is not None or template_name(part_name) is not None:
         return "named_template"
     name = PurePosixPath(file_name or part_name).name

@@ -1,4 +1,4 @@
-"""An adapter's tokenizer files and templates: what they change of its prompts and answers, beside the base model's."""
+"""An adapter's tokenizer files and templates: their changes to prompts and answers, relative to the base model's."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _NO_SETTINGS = {"eos_token_id", "bos_token_id", "pad_token_id", "transformers_ve
 
 @dataclass(frozen=True, slots=True)
 class AdapterText:
-    """What an adapter's prompts and answers have of their own.
+    """An adapter's own chat templates, special tokens and end tokens.
 
     templates       chat templates by name, the usual one as "default"
-    special_tokens  variables of the templates that are others than the base's; None: the adapter has none
+    special_tokens  template variables that differ from the base's; a value of None: the adapter has none
     eos_token_ids   ids that end its answers beside the base's
     notes           sentences for the load report
     """

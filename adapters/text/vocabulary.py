@@ -84,7 +84,7 @@ def _names_one_more(key: str) -> bool:
 
 
 def names_tokens(config: Mapping[str, Any], tokens_map: Mapping[str, Any]) -> bool:
-    """Whether the files say which special tokens there are, and which there are not."""
+    """Whether the files specify the special tokens, and so which do not exist."""
     return any(name in NAMED_SPECIAL_TOKENS for name in merged_config(config, tokens_map)) or bool(
         special_tokens(config, tokens_map)
     )
@@ -166,7 +166,7 @@ def left_out_tokens(
 
 
 def _is_new(text: str, token_id: Any, base: BaseText | None, vocab_size: int | None) -> bool:
-    """Whether the base's tokenizer has no such token, or by another id."""
+    """Whether the base's tokenizer lacks the token, or has it under another id."""
     if token_id is None:  # named, not listed
         return base is not None and base.token_id(text) is None and text not in base.special_tokens.values()
     if not isinstance(token_id, int) or (vocab_size is not None and token_id >= vocab_size):
@@ -208,8 +208,8 @@ def _added_in(tokenizer: bytes) -> list[Any]:
 
 
 def _entries(text: str, at: int) -> Iterator[Any]:
-    """Of a JSON list whose bracket stands before `at`, each parsed by itself, so that whatever they are other threads
-    have their turns. ValueError for what is no such list, or has too many or too long ones."""
+    """The entries of a JSON list whose bracket stands before `at`, each parsed by itself so that other threads can run
+    in between. Raises ValueError for anything else, and for too many or too long entries."""
     decoder = json.JSONDecoder()
     at = _behind_space(text, at)
     if text[at : at + 1] == "]":

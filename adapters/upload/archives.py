@@ -101,8 +101,8 @@ def _unpack_tar(archive: Path, sink: Sink, max_files: int, limit: int) -> None:
 
 
 def _refuse_special(member: tarfile.TarInfo) -> None:
-    """Raises Unsupported for what is no plain file. Sparse ones are no plain files either, though some keep that type:
-    their holes are zeros that no limit on what is read would ever see."""
+    """Raises Unsupported for anything but plain files. Sparse files are refused too, though some keep that type: their
+    holes are zeros that no limit on reads would see."""
     if member.issparse():
         raise Unsupported(f"The archive entry {member.name[:200]!r} is a sparse file; pack it without --sparse.")
     if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE):
@@ -229,7 +229,7 @@ class _TarReader(_Limited):
 
     @contextmanager
     def data(self) -> Iterator[None]:
-        """Reads inside are of a member's data."""
+        """Reads in this context are of a member's data."""
         self._in_data = True
         try:
             yield

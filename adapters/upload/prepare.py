@@ -1,4 +1,4 @@
-"""From the files of an upload to a directory that can be published: everything is checked against the base model."""
+"""Preparation of an upload: its files are checked against the base model and made a directory that can be published."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ from adapters.upload.validate import check_headers, module_reports
 
 
 class Intake:
-    """What adapters of one base model are checked against; see `adapters.store.store.AdapterStore` for the
-    arguments.
-    """
+    """The checks of adapters for one base model; see `adapters.store.store.AdapterStore` for the arguments."""
 
     def __init__(
         self,
@@ -73,8 +71,8 @@ class Intake:
         return manifest, ready
 
     def _read_text(self, staging: Staging) -> AdapterText:
-        """What the adapter's tokenizer files and templates say. Raises as `read_text` does, and Malformed for a
-        template that is refused."""
+        """The adapter's tokenizer files and templates. Raises as `read_text` does, and Malformed for a refused
+        template."""
         files = {role: data for role in TEXT_ROLES if (data := staging.read(role)) is not None}
         named = staging.read_named_templates()
         vocab_size = next((p.in_features for p in self._layout.projections if p.kind == "embedding"), None)

@@ -1,4 +1,4 @@
-"""One adapter on its way in: parts are written below the store's staging directory, within limits, then checked."""
+"""An upload's staging directory: parts are written below the store's staging directory, within limits, then checked."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ _CHECKPOINT = re.compile(r"checkpoint-\d+")
 
 @dataclass(frozen=True, slots=True)
 class StoreLimits:
-    """What one upload may cost.
+    """Limits of one upload.
 
-    max_upload_bytes      bytes received, all parts together; also the bound of what an archive unpacks to
-    max_files             parts, archive members or directory entries
-    free_disk_floor_bytes refuse to write when less than this would stay free on the store's file system
-    max_staging_bytes     of all uploads until they are adapters; None = no limit. An archive counts packed and
-                          unpacked, and so does the copy of tensors that came in another form than the stored one
+    max_upload_bytes       bytes received, all parts together; also the bound of what an archive unpacks to
+    max_files              parts, archive members or directory entries
+    free_disk_floor_bytes  refuse to write when less than this would stay free on the store's file system
+    max_staging_bytes      of all uploads until they are adapters; None = no limit. An archive counts packed and
+                           unpacked, and so does the copy of tensors that came in another form than the stored one
 
-    and how many versions of a name are kept:
+    Limits of the versions of a name:
 
-    max_versions          the current one included
-    max_version_bytes     of older contents of one name, together
+    max_versions           the current one included
+    max_version_bytes      of older contents of one name, together
     """
 
     max_upload_bytes: int = 4 << 30
@@ -62,7 +62,7 @@ class StoreLimits:
 
 
 class HeldBytes:
-    """What one upload holds of the bytes that all have."""
+    """The staging bytes of one upload."""
 
     def __init__(self, shared: StagingBytes | None, owner: str) -> None:
         self._shared = shared
@@ -70,13 +70,13 @@ class HeldBytes:
         self._num_bytes = 0
 
     def take(self, num_bytes: int) -> None:
-        """Before so many are written. Raises StagingFull."""
+        """Reserve bytes before they are written. Raises StagingFull."""
         if self._shared is not None:
             self._shared.take(self._owner, num_bytes)
             self._num_bytes += num_bytes
 
     def close(self) -> None:
-        """All of them are gone; again is harmless."""
+        """Release all bytes; a second call is harmless."""
         if self._shared is not None:
             self._shared.give_back(self._owner, self._num_bytes)
             self._num_bytes = 0
@@ -328,7 +328,7 @@ class Staging:
         self._shards = {}
 
     def reserve(self, num_bytes: int) -> None:
-        """So many are about to be written beside the parts. Raises StorageFull, StagingFull."""
+        """Reserve bytes to be written beside the parts. Raises StorageFull, StagingFull."""
         self._held.take(num_bytes)
         self.budget.check_disk(num_bytes)
 

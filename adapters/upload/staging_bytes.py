@@ -1,4 +1,4 @@
-"""How much all uploads together hold on the disk before they are adapters."""
+"""Bytes on the disk of all uploads that are not adapters yet."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from adapters.quota import ClientQuota
 
 
 class StagingBytes:
-    """Counts them; thread-safe. They are divided among owners as `ClientQuota` are.
+    """Counts the bytes by owner, as `ClientQuota` divides them; thread-safe.
 
-    limit_bytes  of all uploads together, half of it of one owner; small ones get in beyond it, up to a quarter more
+    limit_bytes  of all uploads together, half of it for one owner; small uploads are admitted beyond it, up to a
+                 quarter more
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -20,12 +21,12 @@ class StagingBytes:
 
     @property
     def num_bytes(self) -> int:
-        """What is held now."""
+        """Bytes in use now."""
         with self._lock:
             return self._shares.num_held
 
     def take(self, owner: str, num_bytes: int) -> None:
-        """Before so many are written. StagingFull if the owner may not have so many more."""
+        """Reserve bytes before they are written. Raises StagingFull if the owner may not have as many."""
         with self._lock:
             if not self._shares.take(owner, num_bytes):
                 raise StagingFull(
@@ -35,6 +36,6 @@ class StagingBytes:
                 )
 
     def give_back(self, owner: str, num_bytes: int) -> None:
-        """They are removed, or an adapter's now."""
+        """Release bytes that were removed, or became an adapter's."""
         with self._lock:
             self._shares.give_back(owner, num_bytes)

@@ -1,4 +1,4 @@
-"""What is decided of an adapter before its data is looked at: what binds where, and whether the device has room."""
+"""The checks of an adapter before its data is read: where each tensor binds, and whether the device has room."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def _lines(call: PrefillCall | UpdateCall) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _inputs(call: PrefillCall | UpdateCall) -> torch.Tensor:
-    """What is convolved and kept, float32 [tokens, dim]: x, or B * x rounded to x's dtype."""
+    """The convolved inputs, which the state keeps, float32 [tokens, dim]: x, or B * x rounded to x's dtype."""
     inputs = call.x if call.gate_in is None else call.x * call.gate_in
     return inputs.reshape(-1, call.dim).float()
 

@@ -108,7 +108,7 @@ def update(call: UpdateCall) -> None:
 
 
 def _inputs(x: torch.Tensor, gate_in: torch.Tensor | None) -> torch.Tensor:
-    """What is convolved and kept, in float32: x, or B * x rounded to x's dtype."""
+    """The convolved inputs, which the state keeps, in float32: x, or B * x rounded to x's dtype."""
     return (x if gate_in is None else x * gate_in).float()
 
 

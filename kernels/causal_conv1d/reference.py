@@ -19,12 +19,12 @@ CONTRACT = Contract()
 
 
 def prefill(call: PrefillCall) -> None:
-    """What `ops.causal_conv1d_prefill` calls where this is the implementation."""
+    """The reference of `ops.causal_conv1d_prefill`."""
     causal_conv1d_prefill(**vars(call))
 
 
 def update(call: UpdateCall) -> None:
-    """What `ops.causal_conv1d_update` calls where this is the implementation."""
+    """The reference of `ops.causal_conv1d_update`."""
     causal_conv1d_update(**vars(call))
 
 
@@ -147,7 +147,7 @@ def _compute_dtype(x: torch.Tensor) -> torch.dtype:
 
 
 def _inputs(x: torch.Tensor, gate_in: torch.Tensor | None) -> torch.Tensor:
-    """What is convolved and kept: x, or B * x rounded to x's dtype."""
+    """The convolved inputs, which the state keeps: x, or B * x rounded to x's dtype."""
     return x if gate_in is None else x * gate_in
 
 

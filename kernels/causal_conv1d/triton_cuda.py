@@ -551,11 +551,12 @@ def plan_update(call: UpdateCall) -> ConvLaunch:
 
 @dataclass(frozen=True)
 class Tile:
-    """What one program works on, chosen from what a captured graph fixes; measured on an H200.
+    """The tile of one program, chosen from sizes that a captured graph fixes; measured on an H200.
 
     tokens         of a prefill tile
     channels       of a tile, 4 a thread where there are enough
-    max_registers  of a thread, where more threads on a multiprocessor are worth a few spilled values; None: as it comes
+    max_registers  of a thread, where more threads on a multiprocessor are worth a few spilled values; None: the
+                   compiler's choice
     """
 
     tokens: int

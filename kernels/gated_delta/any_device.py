@@ -146,8 +146,9 @@ def _in_chunks(
 
 
 def _inverse(changes: torch.Tensor) -> torch.Tensor:
-    """Of 1 + changes [..., n, n], strictly lower triangular, n a power of two: by products alone, which every device
-    has, twice as many rows at a time. Of [[A, 0], [C, B]] it is [[A', 0], [-B' C A', B']], with A' the inverse of A."""
+    """The inverse of 1 + changes [..., n, n], strictly lower triangular, n a power of two: by products alone, which
+    every device has, with blocks twice as large at each step. The inverse of [[A, 0], [C, B]] is [[A', 0], [-B' C A',
+    B']], with A' the inverse of A."""
     size = changes.shape[-1]
     # The inverses of the blocks on the diagonal, [..., blocks, width, width].
     inverse = torch.ones_like(changes[..., 0])[..., None, None]

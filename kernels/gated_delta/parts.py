@@ -1,4 +1,4 @@
-"""What all implementations in torch do before the recurrence: heads taken apart, normed, and their gates computed."""
+"""The common first part of all torch implementations: splitting and norming the heads, and computing their gates."""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ def plan_decode(
 
 
 def _sizes(num_key_heads: int, states: torch.Tensor) -> dict[str, int]:
-    """What the kernels' constants follow from: heads, their sizes, and the tile of a state that is held at a time."""
+    """Sizes that the kernels' constants follow from: heads, their sizes, and the tile of a state held at a time."""
     _, num_heads, key_dim, value_dim = states.shape
     block_k = triton.next_power_of_2(key_dim)
     return {

@@ -39,7 +39,7 @@ _MIN_BLOCK_H = 16
 
 
 class Buffers:
-    """What the launches of a piece hand over to one another, float32; the same memory for all pieces of a step."""
+    """Intermediate results between the launches of a piece, float32; the same memory for all pieces of a step."""
 
     def __init__(self, num_tokens: int, num_key_heads: int, states: torch.Tensor) -> None:
         """num_tokens  of the longest sequence."""

@@ -1,19 +1,19 @@
-"""What the delta rule of long prompts has computed before a state is there, on Ascend NPUs. Not verified on an NPU.
+"""The state-independent part of the delta rule of long prompts on Ascend NPUs. Not verified on an NPU.
 
 For each chunk of CHUNK tokens and value head (Yang et al., "Parallelizing Linear Transformers with the Delta Rule",
-2024), with G the summed logarithms of the decay within the chunk, of which only exp(G[i] - G[j]) with i >= j is taken:
+2024), with G the summed logarithms of the decay within the chunk, of which only exp(G[i] - G[j]) with i >= j is used:
 
     scores[i, j] = q[i] @ k[j] * exp(G[i] - G[j]),  i >= j
     L[i, j]      = -beta[i] * k[i] @ k[j] * exp(G[i] - G[j]),  i > j
     matrix       = inverse of 1 - L
 
 `norm` norms the rows, `prepare` has the cube multiply them, `solve` and `double` turn L into the inverse in place, by
-blocks on its diagonal: of 16 rows row by row on the vector cores, then twice as many at a time on the cube,
+blocks on its diagonal: blocks of 16 rows row by row on the vector cores, then twice as many at a time on the cube,
 [[A, 0], [-C, B]] into [[A', 0], [B' C A', B']]. A series of powers would lose all digits where keys are alike.
 
-Launches of their own, since the cores of a program see what others wrote only after a launch's end. Products are of
-float32, which the cube takes as it is. Sums over a chunk are of a masked square, as running sums would be the scalar
-unit's. The tail of a last chunk is zero.
+They are separate launches, since the cores of a program see the writes of others only after a launch's end. Products
+are of float32, which the cube takes as it is. Sums over a chunk are of a masked square, because running sums would run
+on the scalar unit. The tail of a last chunk is zero.
 """
 
 # Triton's functions are untyped.

@@ -61,9 +61,11 @@ def as_factor(x, PRECISION: tl.constexpr):
 
 @triton.jit
 def inverse_of_one_and(changes, CHUNK: tl.constexpr, SIDE: tl.constexpr):
-    """Of 1 + changes [CHUNK, CHUNK], which are 0 on the diagonal and above. Blocks of SIDE on the diagonal row by row,
-    all at once: each row hangs on those above it. Then blocks twice as large, of two that are known and what stands
-    below the first, until one is left. Never by powers: of like keys these grow beyond all bounds.
+    """The inverse of 1 + changes [CHUNK, CHUNK], which are 0 on the diagonal and above.
+
+    Blocks of SIDE on the diagonal are inverted row by row, all at once, since each row depends on those above it. Then
+    two known blocks and the block below the first make one of twice the size, until one is left. Powers are never used:
+    those of like keys grow beyond all bounds.
     """
     NUM: tl.constexpr = CHUNK // SIDE
     block, side, row = tl.arange(0, NUM), tl.arange(0, SIDE), tl.arange(0, CHUNK)

@@ -1,4 +1,4 @@
-"""What the LoRA ops read besides activations: where each adapter's tokens stand, and where its rows stand.
+"""Index maps of the LoRA ops: the tokens of each adapter, and its first rows.
 
 A step is laid out in adapter order: the tokens of one adapter form one contiguous *segment*, and the tokens of the
 base model (no adapter) come last. Only integers live here; the weights are in `LoraStack`.
@@ -32,10 +32,10 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class LoraSizes:
-    """Of the arrays of a step, or of its rows of logits.
+    """Sizes of the arrays of a step, or of its rows of logits.
 
-    max_segments  all steps have as many, so that kernels are compiled for one length
-    side          fields of `NonLoraArrays` that are there
+    max_segments  the same in all steps, so that kernels are compiled for one length
+    side          fields of `NonLoraArrays` that are present
     """
 
     num_tokens: int

@@ -1,4 +1,4 @@
-"""What an adapter changes beside its rows: outputs of projections scaled and shifted, weights of norms, whole tables.
+"""Non-LoRA parameters of adapters: scales and shifts of projections' outputs, weights of norms, whole tables.
 
 Plain torch operations on the device of their tensors, with no decision on the host, so that a step that has them can be
 captured. A *line* of a tensor belongs to one adapter; line 0 is the base's own and changes nothing.
@@ -25,10 +25,10 @@ from kernels.arrays import Array, declared
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NonLoraVectors:
-    """Of one (packed) projection: float32 [lines, outputs]. With s and t of a line, an output is s * (base + LoRA) + t.
+    """Scale s and shift t of one (packed) projection: float32 [lines, outputs]; an output is s * (base + LoRA) + t.
 
     DoRA (Liu et al., 2024) has s = m / |W + c B A| by rows of the weight, and leaves the base's bias b as it is, hence
-    t = (1 - s) * b; a bias in the place of b gives t = b' - s * b, and one beside lora_B adds c times itself.
+    t = (1 - s) * b. A bias that replaces b gives t = b' - s * b, and one beside lora_B adds c times itself.
     """
 
     scale: torch.Tensor

@@ -331,7 +331,7 @@ def _ordered(tensor: torch.Tensor, row_index: torch.Tensor | None) -> torch.Tens
 
 
 def map_arguments(stack: LoraStack, maps: LoraMaps) -> dict[str, torch.Tensor]:
-    """What every kernel reads of a step and a stack."""
+    """Kernel arguments from a step's maps and a stack, the same for every kernel."""
     return {
         "token_segment": maps.token_segment,
         "segment_starts": maps.segment_starts,

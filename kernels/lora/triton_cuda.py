@@ -181,7 +181,7 @@ CONTRACT = Contract(warm_up=warm_up, compiled_count=compiled_count, replayable=T
 
 
 class _Device:
-    """What a GPU's launches share: its configurations, and whether dependent launch is there."""
+    """Launch settings of one GPU: its configurations, and whether it has dependent launch."""
 
     def __init__(self, device: torch.device) -> None:
         on_gpu = device.type == "cuda"

@@ -27,7 +27,7 @@ _SWIGLU = ["product_ptr", "gate_b_ptr", "up_b_ptr", "out_ptr", *_MAPS, *_SIZES, 
 
 @triton.jit
 def _load_h(h_row, num_slices, R: tl.constexpr, F: tl.constexpr):
-    """Of one token: h of a block of ranks in all slices, [F]."""
+    """h of one token: a block of ranks in all slices, [F]."""
     columns = tl.arange(0, F)
     return tl.load(h_row + columns, mask=columns < R * num_slices, other=0.0).to(tl.float32)
 

@@ -18,7 +18,7 @@ class TokenConfig:
     max_registers: int | None = None
 
     def num_programs(self, num_tokens: int, _window_rows: int) -> int:
-        """Of each block of columns."""
+        """Programs of each block of columns."""
         return num_tokens
 
 
@@ -37,7 +37,7 @@ class WindowTileConfig:
     stages: int = 3
 
     def num_programs(self, num_tokens: int, window_rows: int) -> int:
-        """Of each block of columns: tiles times `turns`."""
+        """Programs of each block of columns: tiles times `turns`."""
         return -(-num_tokens // self.block_m) * self.turns(num_tokens, window_rows)
 
     def turns(self, num_tokens: int, window_rows: int) -> int:

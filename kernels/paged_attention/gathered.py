@@ -94,7 +94,8 @@ def _attend(
     sliding_window: int | None,
     score_cap: float | None,
 ) -> torch.Tensor:
-    """Of float32 q [sequences, queries, kv_heads, groups, head_dim] at int64 positions [sequences, queries]; fresh.
+    """Attention of float32 q [sequences, queries, kv_heads, groups, head_dim] at int64 positions [sequences, queries];
+    returns a fresh tensor.
 
     keys, values  float32 [sequences, positions, kv_heads, head_dim]
     """

@@ -63,10 +63,10 @@ def refuses(shapes: ProbeShapes) -> str | None:
 
 
 def host_lengths(maps: AttentionMaps) -> Mapping[str, list[int]]:
-    """What the operator is told of the sequences on the host: where the queries of each end, and its length.
+    """The operator's host arguments: the end of each sequence's queries, and its length.
 
-    The last end must be the number of tokens, and no length 0. Padding, of which only decode steps have any, is
-    therefore told as sequences of one token, whose block is the null block.
+    The last end must be the number of tokens, and no length 0. Padding, which only decode steps have, is
+    therefore passed as sequences of one token, whose block is the null block.
     """
     num_tokens, num_known = maps.slot_mapping.shape[0], maps.query_starts[-1]
     num_padding = num_tokens - num_known
@@ -141,7 +141,7 @@ def attend(
 
 
 class _Call(NamedTuple):
-    """What the operator is asked, of contiguous tensors."""
+    """The arguments of one call of the operator, contiguous tensors."""
 
     q: torch.Tensor
     keys: torch.Tensor
@@ -164,9 +164,9 @@ class _Call(NamedTuple):
 
 
 class CallMemory:
-    """What calls on one device in one dtype write beside their result.
+    """Memory that calls on one device in one dtype write beside their result.
 
-    lse  [1]: of the softmax, which nobody asks for; the operator wants a place for it all the same
+    lse  [1]: the softmax's log-sum-exp, which is not used; the operator requires an output for it
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -181,8 +181,8 @@ class CallMemory:
         self._marked = []
 
     def written(self) -> list[tuple[int, int]]:
-        """Of each call since `watch`: elements that its workspace has, and elements up to the last one that it wrote.
-        A call that writes behind its workspace would overwrite other tensors. Ends the watch."""
+        """Pairs of each call since `watch`: elements of its workspace, and elements up to the last one that it wrote. A
+        call that writes beyond its workspace would overwrite other tensors. Ends the watch."""
         marked, self._marked = self._marked or [], None
         found = []
         for num, memory in marked:

@@ -50,7 +50,7 @@ class AttentionTable:
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """What all calls of a layer have in common."""
+    """Sizes that all calls of a layer have in common."""
 
     num_heads: int
     kv_heads: int

@@ -86,8 +86,9 @@ def _probe(say: Any) -> None:
 
 
 def _get_ready() -> None:
-    """What takes a second on an NVIDIA GPU whatever is asked, while the parent finds out what to ask: imports, and the
-    reading of Triton's own files, which it hashes once. What fails here, the probe will meet again."""
+    """Do the slow work of every probe on an NVIDIA GPU (a second) while the parent decides what to probe: imports, and
+    reading Triton's own files, which it hashes once. A failure here will happen again in the probe, and is reported
+    there."""
     import torch
 
     if not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""What an engine asks at its start: the platform, with each op served by the best implementation that works here."""
+"""The engine's choice at its start: the platform, with each op served by the best implementation that works here."""
 
 from __future__ import annotations
 

@@ -63,9 +63,9 @@ def probe_apart(
 
 
 class ProbeWork:
-    """What is known so far, and what a process at work was about to do.
+    """Results so far, and the case that a running process was about to try.
 
-    compiles_ahead  whether the next process compiles kernels ahead, which is given up where one has ended doing so
+    compiles_ahead  whether the next process compiles kernels ahead; False after a process died while doing so
     """
 
     def __init__(self, platform: Platform, on_begin: Callable[[str, str], None]) -> None:
@@ -78,7 +78,7 @@ class ProbeWork:
         self._at_work: dict[str, str] | None = None
 
     def take(self, line: dict[str, Any]) -> None:
-        """One line of the process. Raises BackendError for a fault of the whole probe."""
+        """Handle one line of the process. Raises BackendError for a fault of the whole probe."""
         match line:
             case {"fault": sentence}:
                 raise BackendError(sentence)
@@ -94,7 +94,7 @@ class ProbeWork:
                 self._at_work = None
 
     def blame(self, process: ProbeProcess) -> None:
-        """The process has ended too early: what it was at has failed. Raises BackendError if it was at nothing."""
+        """Note the case that a process was at when it ended too early. Raises BackendError if it was at none."""
         if self._is_ahead:
             self.compiles_ahead = self._is_ahead = False
             return
@@ -127,7 +127,7 @@ class ProbeWork:
 
 
 def _spelt(trial: Trial) -> str:
-    """What has failed, for `excluded` of `run.try_op`: an implementation, or one in a regime."""
+    """The failed implementation, or the failed one in a regime, as `excluded` of `run.try_op` spells it."""
     if not trial.case:
         return trial.implementation
     return f"{trial.implementation}/{REGIME_OF_CASE.get(trial.case, '')}"

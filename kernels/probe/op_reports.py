@@ -1,4 +1,4 @@
-"""What a probe found out, in plain values that travel between processes."""
+"""Results of a probe, in plain values that travel between processes."""
 
 from __future__ import annotations
 

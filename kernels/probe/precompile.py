@@ -1,4 +1,4 @@
-"""What a probe will launch, compiled side by side before it: one after the other, it takes half a minute."""
+"""Parallel compilation of a probe's kernels before it runs: one after the other, they take half a minute."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _calls(
 
 
 def _call(serving: Platform, device: torch.device, case: Case, shapes: ProbeShapes) -> None:
-    """What it raises, the probe will meet again."""
+    """Run the case without launching. Its errors are ignored: the probe will raise them again."""
     place = Place(device, shapes.torch_dtype, shapes.torch_row_dtype)
     with suppress(Exception), installed(serving, device.type), torch.inference_mode():
         case(shapes, place)()

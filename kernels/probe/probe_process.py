@@ -76,7 +76,7 @@ class ProbeProcess:
             self._process.stdin.close()
 
     def lines(self, hang_seconds: float) -> Iterator[dict[str, Any]]:
-        """What the process says, up to its end or its silence for `hang_seconds`."""
+        """Lines of the process, until its end or `hang_seconds` of silence."""
         said: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         threading.Thread(target=self._read, args=(said,), daemon=True).start()
         limit_seconds = START_SECONDS

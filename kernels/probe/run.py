@@ -131,9 +131,9 @@ def probe(
 
 
 def report_of(op: str, wished: str, platform: Platform, trials: tuple[Trial, ...]) -> OpReport:
-    """What follows from all trials of an op: each regime is served by the first that passed its cases.
+    """The report of all trials of an op: each regime is served by the first implementation that passed its cases.
 
-    Without trials, since no case applies or the op is not probed, it is served by what the platform has.
+    Without trials, since no case applies or the op is not probed, it is served by the platform's choice.
     """
     used: str | None = platform.implementations[op]
     regimes: dict[str, str | None] = {}
@@ -198,12 +198,12 @@ def _try_case(
 
 
 def tolerance_of(shapes: ProbeShapes) -> float:
-    """What `distance` may be."""
+    """The largest `distance` that passes."""
     return max(_TOLERANCES[shapes.torch_dtype], _TOLERANCES[shapes.torch_row_dtype])
 
 
 def truth_of(case: Case, shapes: ProbeShapes) -> list[torch.Tensor]:
-    """What plain torch makes of the same rounded values, in float32 or float64 on the host."""
+    """Plain torch's outputs of the same rounded values, in float32 or float64 on the host."""
     with installed(_plain_torch()), torch.inference_mode():
         place = Place(_HOST, shapes.torch_dtype, shapes.torch_row_dtype, wide=True)
         return [output.clone() for output in case(shapes, place)()]

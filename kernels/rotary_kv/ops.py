@@ -1,4 +1,4 @@
-"""What attention needs of a packed projection: queries and keys rotated, keys and values in the paged cache.
+"""Preparation of attention from a packed projection: queries and keys rotated, keys and values in the paged cache.
 
 Shapes and dtypes are checked here; the platform's implementation does the work, in one launch where it can.
 """

@@ -69,7 +69,7 @@ def rotary_kv_kernel(
     BLOCK_R: tl.constexpr,  # power of two that holds the rest of a head
     BLOCK_V: tl.constexpr,  # power of two that holds a head
 ):
-    """What is turned of a head is held in its two halves, and the rest by itself."""
+    """The rotated part of a head is held in its two halves, and the rest by itself."""
     HALF: tl.constexpr = ROTARY_DIM // 2
     # In a cache, from a head of a token to its next one.
     HEAD_STRIDE: tl.constexpr = BLOCK_SIZE * HEAD_DIM if HEADS_FIRST else HEAD_DIM

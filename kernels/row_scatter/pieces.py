@@ -1,4 +1,4 @@
-"""What `scatter_rows` writes where, one piece for each tensor that a load reaches, and whose rows `swap_rows` swaps."""
+"""Pieces of `scatter_rows` and `swap_rows`: one for each tensor that a load writes, or whose rows are swapped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the implementations on a CPU and on accelerators do alike: no data-dependent shapes, and nothing to wait for."""
+"""Shared parts of the CPU and accelerator implementations: no data-dependent shapes, and nothing to wait for."""
 
 from __future__ import annotations
 

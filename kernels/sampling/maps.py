@@ -68,17 +68,18 @@ _NO_MASKS = torch.empty(0, dtype=torch.int32)
 
 @dataclass(frozen=True, slots=True)
 class SamplingArrays(Generic[Array]):
-    """What a step's sampling reads, by `SamplingFacts`; empty where these need none.
+    """Arrays that a step's sampling reads, by `SamplingFacts`; empty where these need none.
 
-    A place is row * vocab + token, where row counts the rows that get a token, as everywhere but in `rows` and `given`.
+    A position is row * vocab + token, where row counts the rows that get a token, as everywhere except in `rows` and
+    `given`.
 
     rows          of the logits
     parameters    as `parameter_rows.matrix_of` makes them
     numbers       uniform in [0, 1); if rounded to float32, in [0, 1]
-    slots         whose counts a row reads and its token is added to; -1 in rows without penalties
+    slots         slot of the token counts that a row reads and adds its token to; -1 in rows without penalties
     penalised     rows with penalties
-    biased, bias  places, and what is added there
-    barred        places
+    biased, bias  positions, and the values added there
+    barred        positions
     masked        rows with a mask
     mask_bits     1 << bit
     given, given_tokens  rows of the logits, and tokens whose log probabilities are wanted

@@ -50,10 +50,10 @@ class Parameter:
 
 
 class Parameters(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a request asks for, neutral where it says nothing.
+    """The sampling parameters of a request, neutral by default.
 
-    In the order in which they act; logit biases, barred tokens and masks come between the two stages. Probabilities are
-    those after what stands before in this table.
+    They are listed in the order in which they act; logit biases, barred tokens and masks come between the two stages.
+    Probabilities are those after the parameters above in this table.
     """
 
     repetition_penalty: Annotated[

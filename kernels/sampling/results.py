@@ -1,4 +1,4 @@
-"""What a step has sampled: on the device in one tensor, so that one copy brings it all, and read on the host."""
+"""Results of a step's sampling: on the device in one tensor, so that one copy brings all, and read on the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step asks of its logits, in host values, and the arrays that take it to the device.
+"""The sampling request of a step, in host values, and the arrays that take it to the device.
 
 Everything is known before the model runs, so the arrays travel with the step's other inputs:
 
@@ -6,7 +6,7 @@ Everything is known before the model runs, so the arrays travel with the step's 
     asked.fill(host_arrays)  # laid out for `asked.facts`; the caller brings them to the device
     maps = SamplingMaps.of(asked.facts, device_arrays)
 
-and where there are none, `asked.maps(device)` does both.
+and without such arrays `asked.maps(device)` does both.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def ask(
 
 
 class _Wishes(NamedTuple):
-    """What the parameters of a step's rows come to; `matrix` is not to be changed."""
+    """The combined parameters of a step's rows; `matrix` is read-only."""
 
     matrix: np.ndarray
     is_random: bool

@@ -1,4 +1,4 @@
-"""What the Triton LoRA kernels for NVIDIA GPUs share: rows of a segment, rows of tokens, products, prefetching.
+"""Shared parts of the Triton LoRA kernels for NVIDIA GPUs: rows of a segment, rows of tokens, products, prefetching.
 
 A tile is BLOCK_M tokens of one segment. Programs count tiles from the segment starts on the device and share the work
 out evenly, each taking consecutive items, so that one launch shape serves every mix of adapters of one padded size,
@@ -6,9 +6,9 @@ loads stay in flight from item to item, and programs without an item leave at on
 
 Order of events under programmatic dependent launch (DEPENDENT_LAUNCH): a kernel may begin while the kernel before it
 still runs. Before `gdc_wait` it reads only maps and rows, which no kernel of a step writes. Shrink lets its dependents
-start after its own wait, so when expand starts, whatever ran before shrink (the base product into `out`) is complete,
+start after its own wait, so when expand starts, all work before shrink (the base product into `out`) is complete,
 and expand may also read `out` before it waits for h. Every program waits before it ends, one without items too, so
-that whoever waits for this kernel has waited for all before it.
+that a kernel that waits for this one has waited for all before it.
 
 Shape comments: M tokens of a tile, R ranks, K inputs, N columns.
 """

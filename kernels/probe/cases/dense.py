@@ -33,7 +33,7 @@ def linear(shapes: ProbeShapes, place: Place) -> Prepared:
 
 
 def rms_norm(shapes: ProbeShapes, place: Place) -> Prepared:
-    """Of rows that differ in size by orders of magnitude."""
+    """Rows that differ in size by orders of magnitude."""
     x = place.put(_packed(place.random(_NUM_TOKENS, shapes.hidden_size) * _sizes(), place))[:, : shapes.hidden_size]
     weight = _norm_weight(shapes, place, shapes.hidden_size)
     return lambda: (rms_norm_ops.rms_norm(x, weight, shapes.norm_eps)[:_NUM_TOKENS],)

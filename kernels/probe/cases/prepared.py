@@ -1,4 +1,4 @@
-"""What a case hands to the probe: one call of an op, to be made several times, that gives what is to be compared."""
+"""A prepared case of the probe: one call of an op, to be made several times, that returns the outputs to compare."""
 
 from __future__ import annotations
 
