@@ -305,6 +305,25 @@ def test_modules_that_texts_name_are_there() -> None:
     assert not missing, missing
 
 
+# Packages whose docstrings have been rewritten; the others follow.
+PLAIN_DOCSTRINGS = ("adapters", "kernels")
+_NO_SUBJECT = re.compile(r"(What|Of|Whose|That|Who)\b")
+
+
+@pytest.mark.parametrize("package", PLAIN_DOCSTRINGS)
+def test_docstrings_begin_with_their_subject(package: str) -> None:
+    """A docstring that opens with "What" or "Of" must be read twice."""
+    unclear = [
+        f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}: {docstring.splitlines()[0]}"
+        for path in sorted((ROOT / package).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and (docstring := ast.get_docstring(node))
+        and _NO_SUBJECT.match(docstring)
+    ]
+    assert not unclear, unclear
+
+
 def _prose(path: Path) -> Iterator[tuple[int, str]]:
     """Numbered lines of a page outside of tables and blocks of code."""
     in_block = False
