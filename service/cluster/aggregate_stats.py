@@ -1,4 +1,4 @@
-"""What several engines have said, as if one had said it."""
+"""Reports of several engines, merged into one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TIERS: tuple[Tier, ...] = ("device", "host", "disk")
 
 
 def least_of(ready: Sequence[Ready]) -> Ready:
-    """Sizes that each of these, at least one, has at least."""
+    """The smallest size of each kind among these engines, of which there is at least one."""
     return msgspec.structs.replace(
         ready[0],
         max_model_len_tokens=min(one.max_model_len_tokens for one in ready),
@@ -24,7 +24,7 @@ def least_of(ready: Sequence[Ready]) -> Ready:
 
 
 class DigestTiers(Mapping[str, Tier]):
-    """The best of several; a digest that none holds is on disk."""
+    """The fastest tier of each digest over several engines; a digest that none holds is on disk."""
 
     def __init__(self, tiers: Sequence[Mapping[str, Tier]]) -> None:
         self._tiers = tiers
@@ -44,7 +44,7 @@ class DigestTiers(Mapping[str, Tier]):
 
 
 def sum_of(stats: Sequence[Stats]) -> Stats:
-    """Numbers, and counts by reason or tier, added up; what is news of one engine is left out."""
+    """Sums of numbers, and of counts by reason or tier; events of a single engine are left out."""
     sums: dict[str, Any] = {name: sum(getattr(one, name) for one in stats) for name in _SUMMED}
     for name in _COUNTED:
         counts: Counter[str] = Counter()

@@ -21,7 +21,7 @@ def _device(variable: str, number: int) -> str:
     if here is None:
         return str(number)
     devices = [one.strip() for one in here.split(",") if one.strip()]
-    # Named none, the machine has none of that kind for us, and engines are told the same.
+    # An empty list hides all devices of that kind from us, and from the engines likewise.
     if not devices:
         return here
     if number >= len(devices):

@@ -1,5 +1,5 @@
-"""Sends each request to one of several engines, and once more to another if that one is lost before the client has had
-anything of the answer."""
+"""Dispatch of each request to one of several engines, and once more to another if that one is lost before the client
+has received any of the answer."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ class Routed:
         self._begin_anew: Callable[[], bool] | None = None
 
     def take(self, member: ReplicaHealth, inner: TokenStream) -> None:
-        """It is this engine's from now on."""
+        """Bind the request to this engine from now on."""
         self.member, self._inner = member, inner
         if self._listener is not None:
             inner.listen(self._listener)
 
     def lose(self, error: EngineDied) -> None:
-        """It is no engine's."""
+        """Fail the request, which no engine has."""
         self._inner = TokenStream(self.request.request_id, lambda _request_id: None)
         self._inner.die(error)
 
     def begins_anew(self) -> bool:
-        """Whether the client has had nothing yet. What has been polled is forgotten then."""
+        """Whether the client has received nothing yet. Messages that were polled are dropped then."""
         if self.has_begun and self._begin_anew is not None and self._begin_anew():
             self.has_begun = False
         return not self.has_begun
@@ -68,9 +68,9 @@ class Routed:
 
 
 class Dispatch:
-    """Requests that are open, and which engine has each.
+    """Open requests, and the engine of each.
 
-    members  engines that are there now; the list is changed by its owner
+    members  the engines of this moment; the list is changed by its owner
     """
 
     def __init__(self, members: list[ReplicaHealth], rule: Rule) -> None:
@@ -79,7 +79,7 @@ class Dispatch:
         self._routed: dict[str, Routed] = {}
 
     def submit(self, request: Submit) -> Routed:
-        """Send a request to one of the engines, now. The stream says how it went, also if none is there."""
+        """Send a request to one of the engines, now. If there is none, the stream raises NeverSent."""
         routed = Routed(self, request)
         self._routed[request.request_id] = routed
         homes = self._demand.ask(
@@ -100,7 +100,7 @@ class Dispatch:
             self.over(routed)
 
     def home_of(self, digest: str) -> ReplicaHealth | None:
-        """Where an adapter that nobody has asked for yet would be; None where nobody is ready."""
+        """The engine that an adapter without requests would be sent to; None where none is ready."""
         ready = self._taking()
         if not ready:
             return None
@@ -108,7 +108,8 @@ class Dispatch:
         return next(one for one in ready if one.name == home)
 
     def send_again(self, routed: Routed, death: EngineDied) -> bool:
-        """To another engine, if the client has had nothing and it was not sent again before. False if not."""
+        """Send a request to another engine, if the client has received nothing and it was not sent again before;
+        whether it was sent."""
         lost = routed.member
         self._forget(routed)
         was_sent = not isinstance(death, NeverSent)
@@ -124,19 +125,19 @@ class Dispatch:
         return True
 
     def progressed(self, routed: Routed, num_tokens: int) -> None:
-        """Tokens have come: what is left of it is less."""
+        """Subtract tokens that have come from the request's remaining work."""
         assert routed.member is not None, "tokens of no engine"
         routed.member.queued_tokens -= routed.left.expected_tokens
         routed.left.take(num_tokens)
         routed.member.queued_tokens += routed.left.expected_tokens
 
     def over(self, routed: Routed) -> None:
-        """Nothing more comes."""
+        """Forget a request that has ended."""
         self._forget(routed)
         self._routed.pop(routed.request.request_id, None)
 
     def move_waiting(self, member: ReplicaHealth) -> None:
-        """Requests of an engine that does not answer, whose clients have had nothing, go to others."""
+        """Send requests of an engine that does not answer, whose clients have received nothing, to others."""
         waiting = {one: routed for one, routed in self._routed.items() if one in member.open}
         for request_id, routed in waiting.items():
             can_move = any(one.answers for one in self._members if one is not member)
@@ -148,7 +149,7 @@ class Dispatch:
     # ---- inner parts
 
     def _order(self, request: Submit, homes: int) -> list[ReplicaHealth]:
-        """All engines, the best first, those that take no requests last."""
+        """All engines, the best first, those without new requests last."""
         by_name = {one.name: one for one in self._members}
         known = [one.as_replica() for one in self._taking()]
         num_rows = max(request.adapter_rows.values(), default=0)
@@ -163,7 +164,7 @@ class Dispatch:
         return [*chosen, *sorted(others, key=lambda one: not one.answers)]
 
     def _taking(self) -> list[ReplicaHealth]:
-        """Those that may have new requests: where all are cordoned that is no reason, since they do answer."""
+        """Engines that may get new requests: the uncordoned ones, or all that answer where all are cordoned."""
         answering = [one for one in self._members if one.answers]
         return [one for one in answering if one.takes_requests] or answering
 
@@ -177,7 +178,7 @@ class Dispatch:
         routed.take(member, member.client.submit(request))
 
     def _forget(self, routed: Routed) -> None:
-        """It is no engine's any more."""
+        """Unbind the request from its engine."""
         member, routed.member = routed.member, None
         if member is not None and routed.request.request_id in member.open:
             member.open.remove(routed.request.request_id)

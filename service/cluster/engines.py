@@ -2,7 +2,7 @@
 
 Each is behind an `EngineLink` of its own: a process of this one's, or somewhere else (`service.ray_serve.remote`). A
 request goes where `service.cluster.routing` says; one whose engine dies, or stops answering, before its client has
-had anything of the answer is sent again once, to another (`service.cluster.dispatch`): an answer that is not streamed
+received any of the answer is sent again once, to another (`service.cluster.dispatch`): an answer that is not streamed
 begins anew. A stream that had begun ends with EngineDied, as with one engine.
 
 Everything is in one event loop. Loads are what was sent from here, which is all where nobody else sends to these
@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 
 
 class Engines:
-    """See the module's docstring. What an `EngineLink` says of one engine, this says of all: it is ready while one
-    is, `ready` has the smallest sizes of those, `stats` the sums, `tiers` the best place."""
+    """See the module's docstring. It has the interface of an `EngineLink`, for all engines: it is ready while one is,
+    `ready` has the smallest sizes, `stats` the sums, `tiers` the fastest tier."""
 
     def __init__(self, clients: Sequence[EngineLink], rule: Rule = DEFAULT_RULE) -> None:
         self._members = [ReplicaHealth(f"engine-{number}", client) for number, client in enumerate(clients)]
@@ -38,7 +38,7 @@ class Engines:
 
     @property
     def clients(self) -> list[EngineLink]:
-        """Those that are there now."""
+        """The links of the engines of this moment."""
         return [one.client for one in self._members]
 
     def on_client(self, listener: Callable[[int, EngineLink], None]) -> None:
@@ -47,7 +47,7 @@ class Engines:
             listener(number, one.client)
 
     async def start(self) -> None:
-        """Start all and keep them running; returns at once. Does nothing the second time."""
+        """Start all and restart those that end; returns at once. Does nothing the second time."""
         if self._watch is None:
             for one in self.clients:
                 await one.start()
@@ -65,18 +65,18 @@ class Engines:
         return ready
 
     async def drain(self, limit_seconds: float) -> None:
-        """As of one engine, for all at the same time."""
+        """Drain all engines at the same time."""
         if self._watch is not None:
             self._watch.cancel()
         await asyncio.gather(*(one.drain(limit_seconds) for one in self.clients))
 
     async def close(self) -> None:
-        """As of one engine."""
+        """Close all engines."""
         if self._watch is not None:
             self._watch.cancel()
         await asyncio.gather(*(one.close() for one in self.clients))
 
-    # ---- what is said of all
+    # ---- state of all
 
     @property
     def state(self) -> str:
@@ -86,12 +86,12 @@ class Engines:
 
     @property
     def state_error(self) -> str | None:
-        """Of the first that has one."""
+        """The error of the first engine that has one."""
         return next((one.state_error for one in self.clients if one.state_error), None)
 
     @property
     def ready(self) -> Ready | None:
-        """Sizes that each ready engine has at least."""
+        """The smallest sizes of the ready engines."""
         ready = [one.ready for one in self.clients if one.ready is not None]
         return least_of(ready) if ready else None
 
@@ -103,26 +103,26 @@ class Engines:
 
     @property
     def tiers(self) -> Mapping[str, Tier]:
-        """The fastest place over all engines."""
+        """The fastest tier of each adapter over all engines."""
         return DigestTiers([one.tiers for one in self.clients])
 
     @property
     def num_restarts(self) -> int:
-        """Of all together."""
+        """Restarts of all engines together."""
         return sum(one.num_restarts for one in self.clients)
 
     def replicas(self) -> dict[str, EngineStatus]:
-        """Of each engine, by name."""
+        """Status of each engine, by name."""
         return {one.name: one.status() for one in self._members}
 
     def places_of(self, digest: str) -> dict[str, Tier]:
-        """Where an adapter is, by engine; those where it is on disk alone are left out."""
+        """Tier of an adapter by engine; engines where it is on disk only are left out."""
         return {one.name: one.client.tiers[digest] for one in self._members if digest in one.client.tiers}
 
     # ---- requests; none of these waits
 
     def submit(self, request: Submit) -> Routed:
-        """Send a request to one of the engines, now. The stream says how it went, also if none is there."""
+        """Send a request to one of the engines, now. If there is none, the stream raises NeverSent."""
         return self._dispatch.submit(request)
 
     def abort(self, request_id: str) -> None:
@@ -136,19 +136,19 @@ class Engines:
             home.client.load(digest)
 
     def evict(self, digest: str) -> None:
-        """Free its rows and host memory, on all."""
+        """Free the adapter's rows and host memory on all engines."""
         for one in self.clients:
             one.evict(digest)
 
     def pin(self, digests: Collection[str]) -> None:
-        """Have these on the device, on all."""
+        """Pin these adapters on all engines."""
         for one in self.clients:
             one.pin(digests)
 
     # ---- inner parts
 
     async def _watch_all(self) -> None:
-        """Ask engines that say nothing; let go of those that do not answer."""
+        """Ping silent engines; move requests away from those that do not answer, and kill hung ones."""
         while True:
             await asyncio.sleep(PING_SECONDS)
             for one in self._members:

@@ -1,4 +1,4 @@
-"""What a request is expected to take: the load by which engines are chosen, and by which there are more or fewer."""
+"""The expected work of a request: the load by which engines are chosen and their number is scaled."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from dataclasses import dataclass
 
 from service.engine.ipc.messages import Submit
 
-# Most output that counts before it is there: what clients allow says little of what comes. One that has gone on for
-# long counts as much as a new one, until it comes to what it was allowed.
+# The most output that counts before it is there: max_tokens says little about the output that comes. A request that has
+# run for long counts as much as a new one, until it comes close to max_tokens.
 MOST_EXPECTED_TOKENS = 256
 
 
 @dataclass(slots=True)
 class RemainingWork:
-    """Of one request: its prompt, until there is output, and the output that may still come."""
+    """Tokens of one request that remain: its prompt, until there is output, and the output that may still come."""
 
     prompt_tokens: int
     output_tokens: int
 
     @classmethod
     def of(cls, request: Submit) -> RemainingWork:
-        """All of it."""
+        """The work of a request that has not begun."""
         return cls(len(request.prompt_token_ids), request.sampling.max_tokens)
 
     @property
@@ -28,6 +28,6 @@ class RemainingWork:
         return self.prompt_tokens + min(self.output_tokens, MOST_EXPECTED_TOKENS)
 
     def take(self, num_tokens: int) -> None:
-        """So much more output is there."""
+        """Subtract output that has come."""
         self.prompt_tokens = 0
         self.output_tokens = max(self.output_tokens - num_tokens, 0)

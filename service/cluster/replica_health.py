@@ -1,4 +1,4 @@
-"""An engine as seen from the server: what it was sent, and whether it answers."""
+"""An engine as seen from the server: the requests it was sent, and whether it answers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from service.cluster.routing import Replica
 from service.engine.ipc.link import EngineLink
 from service.engine.ipc.messages import EngineStatus, Tier
 
-# An engine that has said nothing for so long is asked, again and again; it answers between two steps.
+# An engine that has sent nothing for so long is pinged, again and again; it answers between two steps.
 PING_SECONDS = 1.0
-# After so many questions it gets no new requests, and those that wait for their first token go elsewhere. Questions and
-# not seconds, since this process may have stood still itself.
+# After so many pings it gets no new requests, and those that wait for their first token go elsewhere. Pings and not
+# seconds, since this process may have stood still itself.
 PINGS_UNTIL_SILENT = 6
 # After so many it is killed, and started again: far more than the longest step of a machine that works.
 PINGS_UNTIL_HUNG = 120
@@ -24,8 +24,8 @@ class ReplicaHealth:
     """An engine.
 
     open                  ids of requests that were sent to it and are not over
-    num_pings_unanswered  asked since it last said something
-    pinged_seconds        when the last one was, by time.monotonic()
+    num_pings_unanswered  pings since its last message
+    pinged_seconds        time of the last ping, by time.monotonic()
     """
 
     name: str
@@ -47,7 +47,7 @@ class ReplicaHealth:
         return self.answers and self.client.cordoned is None
 
     def ping_if_silent(self) -> None:
-        """Count the questions that it has not answered; one more if it has said nothing for a while."""
+        """Count unanswered pings; send one more if the engine has sent nothing for PING_SECONDS."""
         now_seconds, heard_seconds = time.monotonic(), self.client.heard_seconds
         if self.client.state != "ready" or heard_seconds >= self.pinged_seconds:
             self.num_pings_unanswered = 0
@@ -56,13 +56,13 @@ class ReplicaHealth:
             self.num_pings_unanswered, self.pinged_seconds = self.num_pings_unanswered + 1, now_seconds
 
     def as_replica(self) -> Replica:
-        """What `service.cluster.routing` chooses by."""
+        """The load and tiers that `service.cluster.routing` chooses by."""
         stats = self.client.stats
         free_rows = 0 if stats is None else stats.rows_total - stats.rows_used
         return Replica(self.name, self.queued_tokens, free_rows, self.client.tiers)
 
     def status(self) -> EngineStatus:
-        """What is told of it."""
+        """The status for /health, /metrics and the page."""
         state: str = self.client.state
         if state == "ready":
             state = (self.client.cordoned or state) if self.answers else "silent"

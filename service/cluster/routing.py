@@ -24,7 +24,7 @@ _ORDERS_KEPT = 16_384
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """What is known of a replica that takes requests.
+    """The load and adapters of a replica that takes requests.
 
     queued_tokens  prompt and output still to be computed: its last report, and what was sent to it since
     free_rows      of the device's adapter rows, neither held by an adapter that runs nor by one that is idle
@@ -131,7 +131,7 @@ def _score(digest: str, name: str) -> int:
 
 
 def _load_tokens(one: Replica, digest: str, num_rows: int, rule: Rule) -> float:
-    """What it costs the replica to have the adapter on its device."""
+    """The cost, in tokens, for the replica to bring the adapter to its device."""
     tier = one.tiers.get(digest, "disk")
     if tier == "device":
         return 0.0
@@ -158,7 +158,7 @@ class Demand:
             return 1
         tokens, since_seconds, homes = self._asked.get(digest, (0.0, now_seconds, 1))
         tokens = self._left(tokens, since_seconds, now_seconds) + num_tokens
-        # Of a few requests each is a large part of what was asked for; that says nothing, and one home is enough.
+        # Among a few requests each is a large share of all tokens, which says nothing; one home is enough.
         is_busy = self._all[0] >= 16 * num_tokens
         homes = homes_wanted(homes, tokens / self._all[0], num_replicas, rule) if is_busy else 1
         self._asked[digest] = (tokens, now_seconds, homes)

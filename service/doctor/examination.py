@@ -1,4 +1,4 @@
-"""What is examined, and what one part has found out for the next."""
+"""The subject of an examination, and the facts that one part has found for the next."""
 
 from __future__ import annotations
 

@@ -17,12 +17,12 @@ from service.machine import memory_bytes, num_usable_cpus
 MIB = 2**20
 _NUM_REPEATS = 20
 _BUFFER_BYTES = {"cpu": 64 * MIB, "cuda": 256 * MIB, "npu": 256 * MIB}
-# Of a model without convolutions; its op is probed all the same.
+# Width for a model without convolutions, whose op is probed all the same.
 _CONV_WIDTH = 3
 
 
 def look_at_device(examination: Examination) -> Section:
-    """What the device is, and whether it is there."""
+    """The kind of device, and whether it is there."""
     section = Section("device", "Device")
     if "torch" in examination.import_errors:
         raise Skipped("torch cannot be imported")

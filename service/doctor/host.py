@@ -1,4 +1,4 @@
-"""What is installed on this host, read without the libraries' help where they may be the ones that are broken."""
+"""Software installed on this host, read without the libraries where these may be broken."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def version_in(path: Path) -> str | None:
 
 
 def _output_of(*command: str) -> str:
-    """What a tool prints; nothing where it is absent, fails or hangs, as a driver's tool may."""
+    """The output of a tool; empty where it is absent, fails or hangs, as a driver's tool may."""
     if shutil.which(command[0]) is None:
         return ""
     try:

@@ -26,7 +26,7 @@ _WANTED_DRIVER = (25, 5)
 
 # triton-ascend 3.2 builds as the text of `bishengir-compile --help` has it: whether it has these words.
 _NEW_COMPILER, _REG_BASED = "limit-auto-multi-buffer-buffer", "reg-based"
-# Of the compiler, with which the kernels were compiled and checked here.
+# Versions of the compiler with which the kernels were compiled and checked.
 KNOWN_COMPILERS = ("1.2.0",)
 
 

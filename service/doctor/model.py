@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 _RANK = 16
 _MIB = 2**20
-# Of the tensors that do not fit, so many are named and the others counted.
+# Most tensors with faults that are named; the others are counted.
 _MOST_FAULTS = 20
 
 
 def look_at_model(examination: Examination) -> Section:
-    """What the model directory holds, and whether its weights fit the device."""
+    """The model directory, and whether its weights fit the device."""
     from service.engine.startup.build import decide, shapes_to_probe
     from service.models.errors import ModelError
     from service.models.families import model_spec

@@ -1,4 +1,4 @@
-"""What the doctor says: findings in sections, a verdict, and the same as JSON for a bug report."""
+"""The doctor's report: findings in sections, a verdict, and the same as JSON for a bug report."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Finding:
 
 @dataclass(slots=True)
 class Section:
-    """What was looked at. `facts` are plain values for JSON, in the order in which they are shown."""
+    """A part of the report. `facts` are plain values for JSON, in the order in which they are shown."""
 
     name: str
     title: str
@@ -66,7 +66,7 @@ class Report:
 
     @property
     def sentence(self) -> str:
-        """What serves, what does not, and what to do next; the last line of the report, and true without the others."""
+        """The verdict: what works, what does not and what to do next; the last line, and true without the others."""
         errors, warnings = self._codes("error"), self._codes("warning")
         if errors:
             said = [f"multilora does NOT serve on {self.device}, because of {_counted('error', errors)}"]
@@ -80,7 +80,7 @@ class Report:
                 f"multilora serves on {self.device}, but not all of it as wished for: {_counted('warning', warnings)}"
                 f"{self._fallbacks()}; next: do what the findings above say, or {start} as it is."
             )
-        # Who forgets --device on a machine with an accelerator must not read this as a word on that.
+        # A user who forgets --device on a machine with an accelerator must not read this as a verdict on that.
         elsewhere = "; no accelerator was looked at, which takes --device" if self.device == "cpu" else ""
         return (
             f"multilora serves on {self.device}, all of it as wished for, without a warning{elsewhere}; next: {start}."

@@ -122,7 +122,7 @@ def import_torch(examination: Examination) -> str | None:
 
 
 def _find_device(examination: Examination) -> None:
-    """What "auto" stands for here. It stays where `kernels` is not our package, which is a finding of its own."""
+    """Resolve the device "auto". It stays where `kernels` is not our package, which is a finding of its own."""
     try:
         from kernels.platform import find_device
     except ImportError:

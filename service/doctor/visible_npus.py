@@ -12,7 +12,7 @@ NAME = "ASCEND_RT_VISIBLE_DEVICES"
 
 
 def visible_npus(host: Host, device_type: str) -> Iterator[Finding]:
-    """What CANN would answer with no NPU at all, or with another number than was meant, and without a reason."""
+    """Findings on values for which CANN would silently offer no NPU, or another number than was meant."""
     value = host.environment.get(NAME)
     if value is None or device_type != "npu":
         return

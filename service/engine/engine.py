@@ -200,7 +200,7 @@ class Engine:
         self.requests.fail_all(error)
 
     def take_events(self) -> list[Event]:
-        """What there is to tell since the last call; `step` returns it too."""
+        """The events since the last call; `step` returns them too."""
         return self.requests.take_events()
 
     # ---- the step

@@ -182,7 +182,7 @@ def _start(options: EngineOptions) -> Engine:
 
 def _warm_engine(options: EngineOptions, probing: ProbeProcess | None) -> Engine:
     times = [time.monotonic()]
-    # What is imported stays, and the collector would walk through all of it again and again meanwhile.
+    # Imported objects stay; the collector would walk through all of them again and again meanwhile.
     gc.disable()
     import torch
 
@@ -208,7 +208,7 @@ def _warm_engine(options: EngineOptions, probing: ProbeProcess | None) -> Engine
     parts = ("libraries", "weights, probes and budgets", "kernels", "first steps")
     told = (f"{part} {end - begin:.1f}" for part, (begin, end) in zip(parts, pairwise(times), strict=True))
     log.info("the engine started in %.1f s: %s", times[-1] - times[0], ", ".join(told))
-    # What lives now lives on: the collector need not walk through all of torch each time.
+    # Objects that live now live on: the collector need not walk through all of torch each time.
     gc.collect()
     gc.freeze()
     return engine

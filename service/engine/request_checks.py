@@ -1,5 +1,4 @@
-"""What the engine refuses: requests that the API should have refused, checked again, so that none can stop the
-engine."""
+"""Checks of requests that the API has made already; the engine repeats them, so that no request can stop it."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ class Requests:
             self._scheduler.remove(sequence)
 
     def take_events(self) -> list[Event]:
-        """What there is to tell since the last call."""
+        """The events since the last call."""
         events, self.events = self.events, []
         return events
 

@@ -1,4 +1,4 @@
-"""What past steps held, for tests and for /metrics. Bounded: old records are forgotten."""
+"""Records of past steps, for tests and for /metrics. Bounded: old records are dropped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_RECORDS = 4096
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """What one step held. `adapters`: distinct digests."""
+    """The contents of one step. `adapters`: distinct digests."""
 
     num_tokens: int
     num_decode_tokens: int
@@ -60,7 +60,7 @@ class StepRecords:
         self._new.append((record.num_tokens, record.num_sequences, len(record.adapters), milliseconds))
 
     def add_first_token(self, sequence: Sequence, num_steps: int, now_seconds: float) -> None:
-        """Of a sequence with an adapter, which is told by the step of this number."""
+        """Record the first token of a sequence with an adapter, computed by the step of this number."""
         if sequence.came_from is not None:
             came_seconds, came_steps = sequence.came_at
             self._first_tokens.append((sequence.came_from, num_steps - came_steps, now_seconds - came_seconds))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 class TransientThread:
-    """Runs what is submitted, one after the other, in a thread that ends when nothing is left.
+    """Runs submitted work, one piece after the other, in a thread that ends when nothing is left.
 
     A thread that has run a torch op keeps its team of OpenMP workers until it ends, and as long as a process has more
     of these than cores, libgomp lets every one of its barriers sleep in the kernel instead of spinning: on two cores a
@@ -16,7 +16,7 @@ class TransientThread:
     """
 
     def __init__(self, name: str, stack_bytes: int = 0) -> None:
-        """stack_bytes  of the thread; 0: as much as the system gives"""
+        """stack_bytes  stack of the thread; 0: the system's default"""
         self._name = name
         self._stack_bytes = stack_bytes
         self._lock = threading.Lock()
@@ -24,8 +24,8 @@ class TransientThread:
         self._thread: threading.Thread | None = None  # set while it runs, or may still take work
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Run `work`, which handles its own errors, after what was submitted before it. Raises RuntimeError, and has
-        not taken it, where the system gives no thread."""
+        """Run `work`, which handles its own errors, after all work submitted before it. Raises RuntimeError, and does
+        not queue it, where the system starts no thread."""
         with self._lock:
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name=self._name, daemon=True)
@@ -38,7 +38,7 @@ class TransientThread:
             self._work.append(work)
 
     def close(self) -> None:
-        """Drop what has not begun, and wait for what has."""
+        """Drop work that has not begun, and wait for the one that has."""
         with self._lock:
             self._work.clear()
             thread = self._thread

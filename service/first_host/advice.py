@@ -1,4 +1,4 @@
-"""What follows from a report: the settings to use, and the faults to report. Pure functions of its steps."""
+"""Advice from a report: the settings to use, and the faults to report. Pure functions of its steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from service.first_host.plan import STEPS
 
 # A trial's steps must be shorter by more than they vary from run to run.
 MIN_GAIN = 0.03
-# Of steps with graphs or without: where one captured layer has failed, nobody asks how fast they are.
+# Trials of steps with and without graphs, skipped where one captured layer has failed.
 _TRIALS_OF_CAPTURE = ("setting-npu-graphs", "setting-eager")
 
 
@@ -79,7 +79,7 @@ def _usual(report: FirstHostReport, num_requests: int | None) -> dict[str, float
 
 
 def _capture(report: FirstHostReport) -> Iterator[Setting]:
-    """What follows from a captured layer that failed; whether capture pays, its trial says."""
+    """Settings after a captured layer that failed; whether capture pays, its trial shows."""
     step = _known(report, "capture")
     unset = {"npu": "not --npu-graphs true", "cuda": "--eager true"}.get(report.device_type)
     if unset is not None and step.status in FAILED:

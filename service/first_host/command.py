@@ -56,7 +56,7 @@ def first_host(arguments: argparse.Namespace, steps: Sequence[Step] = STEPS) -> 
 
 def _interrupt(_signal: int, _frame: object) -> None:
     """Raise KeyboardInterrupt, once: what follows from it is not to be interrupted."""
-    # Of one that comes between two of these calls, Python would print that it was too late for its handler.
+    # For a signal between two of these calls, Python would print that it was too late for its handler.
     sys.unraisablehook = lambda _late: None
     for ending in _ENDINGS:
         signal.signal(ending, signal.SIG_IGN)
@@ -80,7 +80,7 @@ def _settings(arguments: argparse.Namespace) -> Settings:
 
 
 def _refuse_unreadable(model_dir: Path) -> None:
-    """What each step would otherwise fail of, a download that was cut short among it."""
+    """Refuse model directories that every step would fail on, such as a download that was cut short."""
     at_work = model_dir / "config.json"
     try:
         if not model_dir.is_dir():
@@ -198,7 +198,7 @@ class _Run:
             outcome.status = "crashed"
             outcome.reason = f"the command was killed each of the {MAX_BEGUN} times that this step was at work"
         else:
-            # What earlier steps have left of their time is this one's too.
+            # Time that earlier steps have not used belongs to this one, too.
             self._deadline = min(self._deadline + step.limit_seconds * self._scale, self._end)
             limit_seconds = max(self._deadline - time.monotonic(), 0.0)
             print(f"{shown}: {step.asks} (at most {limit_seconds:.0f} s)", flush=True)

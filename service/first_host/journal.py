@@ -35,7 +35,7 @@ class Journal:
         return self.directory / PAGE_NAME
 
     def read(self) -> FirstHostReport | None:
-        """What an earlier command has written; None if there is nothing. JournalError if it cannot be read."""
+        """The report of an earlier command; None if there is none. Raises JournalError if it cannot be read."""
         path = self.directory / JSON_NAME
         try:
             return read_report(path.read_bytes())

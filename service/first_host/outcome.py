@@ -1,4 +1,4 @@
-"""What a step has come to, and the whole report: plain values that survive the process that found them."""
+"""The outcome of a step, and the whole report: plain values that survive the process that found them."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ from functools import cache
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 _LARGEST_MMAP_THRESHOLD_BYTES = 32 << 20  # glibc takes no larger one
 _KEPT_BYTES = 512 << 20
-# Of a process whose memory rises and falls with what it is sent: beyond these a block has pages of its own, which go
-# back when it is freed, and the free end of the heap goes back.
+# Sizes for a process whose memory rises and falls with its requests: beyond them a block has pages of its own, which
+# return to the system when it is freed, and the free end of the heap returns, too.
 _OWN_PAGES_BYTES, _FREE_END_BYTES = 1 << 20, 4 << 20
 # Where oneDNN, and torch's way to it, look for how many compiled products they may keep: 1,024 unless told.
 _PRODUCT_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")

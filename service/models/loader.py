@@ -73,7 +73,7 @@ def load_model(
 
 
 def choose_dtype(wanted: str, device: str, spec: ModelSpec, checkpoint: TensorSource) -> tuple[torch.dtype, str]:
-    """What the model computes in, and why, as the end of a sentence. Raises ModelError for what is not served."""
+    """The model's dtype on this device, and why, as the end of a sentence. Raises ModelError if it is not served."""
     has_bfloat16 = torch.device(device).type != "npu" or in_use(torch.device(device)).native_bfloat16
     if wanted != "auto":
         if wanted not in _DTYPES:

@@ -111,7 +111,7 @@ def build(args: RayArgs) -> serve.Application:
         .bind(args.settings, args.drain_seconds)
     )
     # At an upgrade one ingress more is started before one goes: where the next one cannot start, those of before serve.
-    # Of each request there is our line, of which a client whose requests are refused has a bounded number.
+    # Ray's access log is off: ours has a line for each request, and a bounded number for refused ones of a client.
     ingress = serve.deployment(serve.ingress()(Ingress)).options(
         **_HEALTH,
         num_replicas=args.ingresses,

@@ -1,4 +1,4 @@
-"""Whether what a replica writes on can be written, looked at again and again."""
+"""Checks, repeated, whether the disks that a replica writes to can be written."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 from adapters.files.writability import write_fault
 
 LOOK_SECONDS = 2.0
-# A file server that has not answered for so long is away, as far as one can tell; the look goes on waiting.
+# A file server that has not answered for so long counts as unreachable; the check goes on waiting.
 ANSWER_SECONDS = 3.0
 
 
 class DiskWatch:
     """Calls `report` with "disk-full", "disk-read-only" or "disk-unreachable" where one of the directories cannot be
-    written, and with None where all can, after each look. A directory that is not there is left out: who makes it has
-    not done so yet, or it is away for all."""
+    written, and with None where all can, after each look. A directory that is not there is left out: it is not
+    made yet, or missing for all."""
 
     def __init__(self, directories: Sequence[Path], report: Callable[[str | None], None]) -> None:
         self._directories, self._report = tuple(directories), report
@@ -27,7 +27,7 @@ class DiskWatch:
         self._looking: asyncio.Future[str | None] | None = None
 
     async def look(self) -> None:
-        """One look; waits no longer than ANSWER_SECONDS."""
+        """Check once; waits no longer than ANSWER_SECONDS."""
         loop = asyncio.get_running_loop()
         if self._looking is None or self._looking.done():
             self._looking = loop.run_in_executor(self._thread, _fault_of_any, self._directories)
@@ -37,7 +37,7 @@ class DiskWatch:
         self._report(reason)
 
     async def run(self) -> None:
-        """Look until it is cancelled."""
+        """Check until it is cancelled."""
         while True:
             await self.look()
             await asyncio.sleep(LOOK_SECONDS)

@@ -24,10 +24,10 @@ from typing import NoReturn
 
 from service.ray_serve.tcp_keepalive import PROBE_SECONDS, PROBES, QUIET_SECONDS, VANISHED_SECONDS
 
-# What all of Ray's processes are to have in their environment beside the path of this program: a HAProxy that has died
-# is replaced after three checks, in seconds; how long a request may be that is sent again, in bytes; workers get their
-# turn as other processes do (see `service.ray_serve.app`); and a replica that answers no check is killed, where Ray
-# would give it as long to finish as one that works, with its device, and leave those that wait for it waiting.
+# Variables for all of Ray's processes, beside the path of this program: seconds between checks of HAProxy, which is
+# replaced after three failed ones; bytes of the longest request that is sent again; the niceness of workers, that of
+# other processes (see `service.ray_serve.app`); and that a replica without answers to checks is killed, where Ray would
+# let it finish as slowly as a working one, holding its device and the requests that wait for it.
 ENVIRONMENT = {
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "1",
     "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": "65536",
@@ -130,7 +130,7 @@ def extended(text: str) -> str:
 
 
 def _extended(backend: str) -> str:
-    # What has no server answers itself; those over HTTP/2 are for gRPC, which we do not serve.
+    # A backend without servers answers itself; those over HTTP/2 are for gRPC, which we do not serve.
     if "\n    server " not in backend or " proto h2" in backend:
         return backend
     first, _, rest = backend.partition("\n")
@@ -143,14 +143,14 @@ def _extended(backend: str) -> str:
 
 
 def _of_clients() -> str:
-    """What bounds the connections of clients, in the section that has these."""
+    """The lines that bound connections of clients, in the frontend's section."""
     is_other = " !is_trusted_proxy" if _TRUSTED_PROXIES else ""
     full = _body(_FULL, "rate_limit_error", "queue_full")
     lines = [
         *_trusted(),
         f"timeout http-request {_milliseconds(STALL_LIMIT_SECONDS)}",
         f"timeout client {_milliseconds(_IDLE_SECONDS)}",
-        # Who has sent nothing is told nothing.
+        # A client that has sent nothing gets no answer.
         "option http-ignore-probes",
         # An IPv6 client has a /64. IPv4 addresses are themselves, also where they are written as IPv6.
         "stick-table type ipv6 size 100k expire 1h store conn_cur",
@@ -179,12 +179,12 @@ def _lines() -> str:
     ]
     unreadable = _body(_UNREADABLE, "invalid_request_error", "bad_request")
     lines = [
-        # What uvicorn says where it cannot read a head that HAProxy has let pass; our own answers are JSON.
+        # The plain-text answer of uvicorn to a head that it cannot read and HAProxy let pass; our own answers are JSON.
         f"http-response return status 400 content-type application/json string '{unreadable}' "
         "if { status 400 } { res.hdr(Content-Type) -m beg text/plain }",
         # As without Ray, a request has the client's name for it where that is fit to be logged. Ray's own names have
         # another form, with bytes beyond ASCII it answers 500, and it appends the name to an answer that has it.
-        # Of several the first one counts, as there: of them all, the condition below would ask for one that is fit.
+        # The first of several headers counts, as without Ray: the condition below would accept any of them that is fit.
         'http-request set-header X-Request-Id "%[req.fhdr(X-Request-Id,1)]" if { req.fhdr_cnt(X-Request-Id) gt 1 }',
         'http-request set-header X-Request-Id "%[uuid,regsub(-,,g)]" '
         f"unless {{ req.fhdr(X-Request-Id) -m reg '^[ -~]{{1,{MAX_REQUEST_ID_CHARS}}}$' }}",
@@ -216,10 +216,10 @@ def _trusted() -> list[str]:
 
 
 def _patterns(network: str) -> list[str]:
-    """What matches this network and nothing else. HAProxy takes 10.0.0.0/8 for 6to4 addresses (2002:a00::/24) and
-    IPv4-compatible ones (::10.0.0.0/104) too, which are others'. In IPv6's spelling it matches IPv4 addresses alone,
-    also as a listener to both has them. So a network of IPv6 that has these in it, as ::/0, is taken without them, as
-    one server takes it. ValueError as of the setting."""
+    """HAProxy's patterns that match this network and nothing else. HAProxy lets 10.0.0.0/8 match 6to4 addresses
+    (2002:a00::/24) and IPv4-compatible ones (::10.0.0.0/104), which belong to others. In IPv6's spelling it matches
+    IPv4 addresses only, also on a listener to both. A network of IPv6 that includes these, as ::/0, is written without
+    them, as one server reads it. Raises ValueError as the setting does."""
     parsed = ipaddress.ip_network(network)
     if isinstance(parsed, ipaddress.IPv4Network):
         return [f"::ffff:{parsed.network_address}/{96 + parsed.prefixlen}"]

@@ -1,4 +1,4 @@
-"""Which engines there are, from whoever in this process is told to whoever wants to know.
+"""The addresses of the engines, from Ray's router to the ingress of the same process.
 
 A module of its own: Ray copies the classes that it runs, with the variables that they refer to, but not what they
 import. Its calls come in threads.
@@ -27,7 +27,7 @@ def listen(listener: _Listener) -> None:
 
 
 def update(addresses: dict[str, Address]) -> None:
-    """These engines and no others are there now."""
+    """Replace the list of engines."""
     with _lock:
         _last[:] = [addresses]
         for listener in _listeners:

@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 TOKEN_BYTES = 32
 TOKEN_SECONDS = 5.0
-# Who leaves so much unread stands still: far more than what a few thousand sequences say in a minute.
+# A server with so many unread bytes stands still: far more than a few thousand sequences produce in a minute.
 MOST_UNREAD_BYTES = 1 << 26
 
 
@@ -54,7 +54,7 @@ MOST_UNREAD_BYTES = 1 << 26
 class _Connection:
     """A server that uses the engine.
 
-    left  of its requests, by id
+    left  remaining work of its requests, by id
     """
 
     outbox: Outbox[FromEngine]
@@ -72,7 +72,7 @@ class _Connection:
 
 
 class Relay:
-    """Gives an engine to those who know `token`, 32 random bytes. Everything is in the engine client's loop.
+    """Serves an engine to servers that know `token`, 32 random bytes. Everything is in the engine client's loop.
 
     port  that it listens on, 0 before `start`
     """
@@ -90,7 +90,7 @@ class Relay:
 
     @property
     def queued_tokens(self) -> int:
-        """Tokens that all open requests are still expected to take."""
+        """Tokens of remaining work of all open requests."""
         return sum(left.expected_tokens for one in self._connections for left in one.left.values())
 
     async def start(self, host: str) -> None:
@@ -99,15 +99,15 @@ class Relay:
         self.port = self._server.sockets[0].getsockname()[1]
 
     def cordon(self, reason: str | None) -> None:
-        """Have servers send no new requests, for a reason that is one word, while they know of another engine; None:
-        they may again. What has been sent goes on."""
+        """Make servers send no new requests, for a reason that is one word, while they know another engine; None ends
+        that. Requests that were sent go on."""
         if reason != self._cordoned:
             self._cordoned = reason
             for one in self._connections:
                 one.send(Cordon(reason))
 
     async def close(self, limit_seconds: float) -> None:
-        """Wait until nobody is connected any more, for so long, and end."""
+        """Wait until no server is connected, at most for this time, and end."""
         if self._connections:
             self._nobody.clear()
             with contextlib.suppress(TimeoutError):
@@ -169,7 +169,7 @@ class Relay:
                 assert_never(message)
 
     def _forward(self, connection: _Connection, request_id: str, stream: TokenStream) -> None:
-        # Of an engine that died the connection's end tells.
+        # The end of the connection reports an engine that died.
         with contextlib.suppress(EngineDied):
             while (message := stream.poll()) is not None:
                 if isinstance(message, Tokens):

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 5.0
 RETRY_SECONDS = 0.2
-# Of the first engine that is ready, how long the server waits for the others before it takes requests.
+# Time from the first ready engine for which the server waits for the others before it takes requests.
 OTHERS_SECONDS = 30.0
 _LOOK_SECONDS = 0.05
 # How long requests of an engine that leaves may go on.
@@ -187,7 +187,7 @@ class RemoteEngines(Engines):
         return "restarting" if self._num_joined else "starting"
 
     def replicas(self) -> dict[str, EngineStatus]:
-        """Of each engine, by name; those that are missing have numbers."""
+        """Status of each engine, by name; missing ones are numbered."""
         said = super().replicas()
         for number in range(self._num_expected - len(said)):
             said[f"missing-{number}"] = EngineStatus("missing", None, 0, 0, {}, 0, None)

@@ -1,4 +1,4 @@
-"""What runs in the processes of `service.ray_serve.app`."""
+"""The replicas that run in the processes of `service.ray_serve.app`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from service.settings import Settings, SettingsError, load_settings
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
-# How often an engine that is asked at each health check, one a second, may leave that unanswered.
+# Unanswered pings, one at each health check and second, after which an engine is killed.
 _MOST_UNANSWERED = 60
 _LOOK_SECONDS = 0.1
 # Settings of `multilora serve` that mean nothing in Ray Serve's config, with what says the same.
@@ -36,7 +36,7 @@ _NOT_OURS = {
     "replicas": "`engines`",
     "store_shared": "nothing, it always is",
     "shutdown_limit_seconds": "`drain_seconds`",
-    # Of HAProxy too, which knows the environment alone.
+    # Also read by HAProxy, which knows the environment alone.
     "max_connections": "RAY_SERVE_HAPROXY_MAXCONN in the environment of all of Ray's processes",
     "stall_limit_seconds": "MULTILORA_STALL_LIMIT_SECONDS in the environment of all of Ray's processes",
     "trusted_proxies": "MULTILORA_TRUSTED_PROXIES in the environment of all of Ray's processes",
@@ -56,12 +56,12 @@ def ray_settings(given: Mapping[str, Any]) -> Settings:
 
 
 def _served(settings: Settings) -> str:
-    """What an ingress and an engine must have in common; at an upgrade there are those of before and of after."""
+    """The settings that an ingress and an engine must share; at an upgrade old and new ones run at the same time."""
     return json.dumps([str(settings.model_dir.absolute()), str(settings.store_root)])
 
 
 class DeploymentsRouter(RequestRouter):
-    """Tells this process's ingress which engines there are. Hardly anything is routed by it."""
+    """Sends this process's ingress the list of engines. Hardly anything is routed by it."""
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Called by Ray, in a thread of its own, whenever replicas have come or gone."""
@@ -90,18 +90,18 @@ class EngineReplica:
         self._host = ray.util.get_node_ip_address()
         self._relay = Relay(self._client)
         await self._relay.start(self._host)
-        # Ray's worker and the engine write there. Ray is not told: a replica started anew would find the same disk.
+        # Ray's worker and the engine write there. The health check passes: a new replica would find the same disk.
         disks = DiskWatch([Path(tempfile.gettempdir()), settings.store_root], self._relay.cordon)
         await disks.look()
         self._watching_disks = asyncio.create_task(disks.run())
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """Where ingresses find the engine, and the word that it knows them by; asked for once. See `Address`."""
+        """The address of the engine for ingresses, and the token that admits them; read once. See `Address`."""
         relay = self._relay
         return {"host": self._host, "port": relay.port, "token": relay.token.hex(), "serves": self._serves}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """What `service.ray_serve.scaling` decides by."""
+        """The load that `service.ray_serve.scaling` decides by."""
         return {"queued_tokens": float(self._relay.queued_tokens)}
 
     async def check_health(self) -> None:
@@ -124,7 +124,7 @@ class EngineReplica:
         """A request for Ray's sake: with the first one a handle begins to follow the replicas."""
 
     async def __del__(self) -> None:
-        """Ray has told ingresses by now that this replica goes: once they have left, the engine ends."""
+        """End the engine once ingresses have left: Ray has announced to them that this replica goes."""
         if hasattr(self, "_watching_disks"):
             self._watching_disks.cancel()
         if hasattr(self, "_relay"):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-# What an engine may have in its queue, prompts and expected outputs, before another one is wanted: some seconds of work
-# for a device, so that a new engine, which takes longer to start, is not asked for by a passing burst.
+# Queued tokens per engine, of prompts and expected outputs, beyond which another one is wanted: some seconds of work
+# for a device, so that a passing burst starts no new engine, which takes longer to start.
 DEFAULT_TOKENS_PER_ENGINE = 32_768.0
 
 

@@ -22,7 +22,7 @@ NO_GRAMMARS = "This engine was started without the tokens that grammars need; le
 
 
 class Worker(Protocol):
-    """What runs a compilation; `service.engine.transient_thread.TransientThread` is the real one."""
+    """A thread that runs compilations; `service.engine.transient_thread.TransientThread` is the real one."""
 
     def submit(self, work: Callable[[], None]) -> None:
         """Run `work` after what was submitted before it."""

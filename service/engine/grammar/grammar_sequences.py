@@ -63,7 +63,7 @@ class GrammarSequences:
                 sequence.constraint = TokenConstraint(sampling, sequence.stop_ids, self._vocab_size)
             return True
         self.waiting.add(sequence)
-        # Of tenants, and where there are none, of adapters.
+        # Compilations are shared fairly between tenants, and where there are none, between adapters.
         self._grammars.begin(sampling.grammar, sequence, request.tenant or request.adapter or "")
         return False
 

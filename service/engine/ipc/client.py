@@ -30,7 +30,7 @@ DEATHS_WITHIN_SECONDS = 60.0
 EXIT_GRACE_SECONDS = 5.0
 # An engine that could not even begin is tried again after this time, and twice it: what it lacked may come back.
 RETRY_SECONDS = 2.0
-# What the engine process runs; benchmarks have another.
+# The module that the engine process runs; benchmarks have another.
 ENGINE_MODULE = "service.engine.process"
 
 
@@ -91,7 +91,7 @@ class EngineClient(EngineLink):
         listener(0, self)
 
     def replicas(self) -> Mapping[str, EngineStatus]:
-        """Of several engines, each; of one there is nothing to tell apart."""
+        """The status of each of several engines; empty, since this is one."""
         return {}
 
     def places_of(self, _digest: str) -> Mapping[str, Tier]:

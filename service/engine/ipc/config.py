@@ -1,4 +1,4 @@
-"""What the engine process is told at its start. Imports no torch: the API process builds this from its settings."""
+"""Options of the engine process. Imports no torch: the API process builds them from its settings."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ MIB = 2**20
 
 
 class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Sizes and places; checked once, when built. What None stands for is decided at the engine's start: sizes of
-    which nothing else is said here by `service.engine.startup.budgets`.
+    """Sizes and paths; checked once, when built. Values for None are chosen at the engine's start: sizes by
+    `service.engine.startup.budgets`, unless said otherwise below.
 
     model_dir                   Hugging Face directory of the base model
     store_root                  root of the adapter store

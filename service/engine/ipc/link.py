@@ -141,7 +141,7 @@ class EngineLink(abc.ABC):
     # ---- inner parts
 
     def _take_all(self, messages: Collection[FromEngine]) -> None:
-        """What came together."""
+        """Handle all messages of one frame."""
         self.heard_seconds = time.monotonic()
         for message in messages:
             self._take(message)

@@ -1,4 +1,4 @@
-"""What the API process and the engine process say to each other: small typed messages, msgpack by msgspec.
+"""Messages between the API process and the engine process: small, typed, msgpack by msgspec.
 
 API to engine: Submit, Abort, Load, Evict, Pin, Ping, Drain. Engine to API: Ready, Tokens, Finished, Stats, Fatal;
 a relay between them adds Cordon.
@@ -14,9 +14,9 @@ import msgspec
 from kernels.sampling.parameters import Parameters
 from kernels.sampling.scored_token import ScoredToken
 
-# Of a tenant, in `Submit`.
+# Bounds of a tenant's weight, in `Submit`.
 MIN_WEIGHT, MAX_WEIGHT = 0.01, 100.0
-# Of a request, in `Sampling`: gone through token by token in each of its steps. 300 is OpenAI's figure.
+# Bounds of the lists in `Sampling`, each of which is walked through in every step. 300 is OpenAI's figure.
 MAX_LOGIT_BIASES = 300
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_STOP_TOKEN_IDS = 512
@@ -58,11 +58,11 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     takes on the device, by projection group. max_tokens 0 is allowed with prompt_logprobs (`echo` alone), and with
     `pooling`.
 
-    tenant   who pays for it; "" where the server has no keys file, and all are one tenant
+    tenant   the tenant that is charged; "" where the server has no keys file, and all clients are one tenant
     adapter_start  tokens before this one are the base's alone, in the prompt and hence in no step the adapter's
-    weight   of the tenant, MIN_WEIGHT to MAX_WEIGHT: beside another tenant it gets as many times the other's part as
-             its weight is the other's. The last request of a tenant says it for all its requests
-    pooling  what is asked for is the hidden state of the last token, or the mean of all, behind the final norm
+    weight   the tenant's weight, MIN_WEIGHT to MAX_WEIGHT: shares of two tenants are in proportion to their weights.
+             The weight of a tenant's last request holds for all its requests
+    pooling  the answer is the hidden state of the last token, or the mean of all, after the final norm
     """
 
     request_id: str
@@ -92,21 +92,21 @@ class Load(msgspec.Struct, frozen=True, tag=True):
 
 
 class Evict(msgspec.Struct, frozen=True, tag=True):
-    """Its files are gone, or new ones are in the place of damaged ones: free its rows and host memory as soon as no
-    request runs with it. Requests that wait for it have it read anew."""
+    """Free an adapter's rows and host memory when no request runs with it: its files were deleted, or damaged ones were
+    replaced. Requests that wait for it make the engine read it again."""
 
     adapter: str
 
 
 class Pin(msgspec.Struct, frozen=True, tag=True):
-    """Have these adapters on the device whether they are asked for or not, and no others for that reason: an operator's
-    pins. They take rows from others, and give none, but for what is in use."""
+    """The operator's pins: these adapters, and no others, are held on the device without requests. They evict others,
+    but for those in use, and are not evicted themselves."""
 
     adapters: tuple[str, ...]
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True):
-    """Is the engine there? The answer is Stats, after the step that runs."""
+    """Asks whether the engine is alive. The answer is Stats, after the step that runs."""
 
 
 class Drain(msgspec.Struct, frozen=True, tag=True):
@@ -122,8 +122,8 @@ ToEngine = Submit | Abort | Load | Evict | Pin | Ping | Drain
 
 
 class OpInUse(msgspec.Struct, frozen=True, array_like=True):
-    """Which implementation serves an op, and which one was wished for; they differ where the probe at the start found
-    that the wished-for one does not work."""
+    """The implementation that serves an op, and the one that was wished for; they differ where the probe at the start
+    found that the wished-for one does not work."""
 
     op: str
     implementation: str
@@ -131,7 +131,7 @@ class OpInUse(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The model is loaded and warm. Sizes that admission needs.
+    """The model is loaded and warm; the sizes that admission needs.
 
     row_bytes, side_bytes, row_element_bytes,
     row_alignment      what `adapters.row_plan.plan_rows` needs; 0 where LoRA is off
@@ -175,7 +175,7 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
     pooled: bytes | None = None
 
 
-# The fastest place that holds an adapter.
+# The fastest tier that holds an adapter.
 Tier = Literal["disk", "host", "device"]
 
 
@@ -203,7 +203,7 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     # How steps were run: replayed from a graph, or otherwise, by the reason.
     num_steps_replayed: int = 0
     num_steps_eager: dict[str, int] = {}
-    # Of the ops, compiled by this process or read from a cache; the second count are those since it is ready.
+    # Variants of kernels that this process compiled or read from a cache; in all, and since it is ready.
     num_kernel_variants: int = 0
     num_kernel_variants_after_ready: int = 0
     # By tier. Requests for an adapter, by where it was when they came; adapters that made room for others; bytes that
@@ -212,11 +212,11 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     num_tier_evictions: dict[Tier, int] = {}
     loaded_bytes: dict[Tier, int] = {}
     host_bytes_used: int = 0
-    # Since the last Stats: each load's tier and seconds; of each first token with an adapter where that was when the
-    # request came, and the steps and seconds since then.
+    # Since the last Stats: each load's tier and seconds; for each first token with an adapter, the adapter's tier when
+    # the request came, and the steps and seconds since then.
     adapter_load_seconds: tuple[tuple[Tier, float], ...] = ()
     first_tokens: tuple[tuple[Tier, int, float], ...] = ()
-    # Adapters that are elsewhere than the last Stats said, by digest; at first all are on disk.
+    # Tiers of adapters that changed since the last Stats, by digest; at first all are on disk.
     moved_adapters: dict[str, Tier] = {}
     # One entry per step since the last Stats: (tokens, sequences, distinct adapters, milliseconds).
     steps: tuple[tuple[int, int, int, float], ...] = ()
@@ -229,8 +229,8 @@ class Fatal(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cordon(msgspec.Struct, frozen=True, tag=True):
-    """Why the engine is to get no new requests while another one may have them, in a word; None: it may again. Said by
-    who gives it to servers elsewhere (`service.ray_serve.relay`), and not by the engine itself."""
+    """The reason, one word, for which the engine gets no new requests while another one can have them; None ends that.
+    Sent by `service.ray_serve.relay`, and not by the engine itself."""
 
     reason: str | None
 
@@ -239,9 +239,17 @@ FromEngine = Ready | Tokens | Finished | Stats | Fatal | Cordon
 
 
 class EngineStatus(msgspec.Struct, frozen=True):
-    """Of one engine: its state ("silent": ready, but it does not answer; "missing": it should be there and nobody knows
-    of it; ready, but cordoned: the reason), one sentence about its last death, what it has to do, how many requests for
-    adapters went to it by where the adapter was then, how many it lost that another one got, and its last Stats."""
+    """The status of one engine.
+
+    state           as `EngineLink.state`, or "silent": ready, but it does not answer; "missing": expected, and unknown;
+                    or the reason of a cordon
+    error           one sentence about its last death
+    queued_tokens   prompt and output tokens still to be computed
+    num_open        requests that were sent to it and are not over
+    num_sent        requests for adapters that were sent to it, by the adapter's tier at that time
+    num_sent_again  requests that it lost and another engine got
+    stats           its last Stats
+    """
 
     state: str
     error: str | None

@@ -37,8 +37,8 @@ _Message = TypeVar("_Message", ToEngine, FromEngine)
 
 
 class Outbox(Generic[_Message]):
-    """What is said by one connection: all of one turn of the event loop is one frame, in the order in which it was
-    said. An engine looks for news between two steps, and what comes together is computed together.
+    """The messages that one connection sends: all of one iteration of the event loop are one frame, in their order. An
+    engine reads messages between two steps, and requests that come together are computed together.
 
     Who owns: messages belong to their connection, and go with it. Everything is in the event loop that makes it.
     """
@@ -49,31 +49,30 @@ class Outbox(Generic[_Message]):
         self._unsent: list[msgspec.Raw] = []
 
     def send(self, message: _Message) -> None:
-        """Never waits. What msgpack cannot express is raised to who says it, and harms nobody else's message."""
+        """Queue a message; never waits. A message that msgpack cannot express raises here and harms no other one."""
         encoded = msgspec.Raw(_encoder.encode(message))
         if not self._unsent:
             self._loop.call_soon(self._flush)
         self._unsent.append(encoded)
 
     def write(self, data: bytes) -> None:
-        """Bytes that are no message, at once, before anything is said. Of a connection that has just ended nobody may
-        know yet: uvloop, which Ray's loops are, raises when one is written to, where asyncio's own loop does not
-        mind."""
+        """Write bytes that are no message at once, before any message. A connection may have just ended: uvloop, which
+        Ray uses, raises on a write to it, and asyncio's own loop does not."""
         if not self._writer.is_closing():
             self._writer.write(data)
 
     @property
     def num_unread_bytes(self) -> int:
-        """What the system has not taken yet."""
+        """Bytes that are written and not sent yet."""
         return self._writer.transport.get_write_buffer_size()
 
     def close(self) -> None:
-        """After what has been said."""
+        """Close after the queued messages."""
         self._flush()
         self._writer.close()
 
     def abort(self) -> None:
-        """Now, whatever is still to be written."""
+        """Close now, and drop unsent messages."""
         self._unsent.clear()
         self._writer.transport.abort()
 
@@ -122,7 +121,7 @@ class EngineSide:
 
 
 async def read_to_engine(reader: asyncio.StreamReader) -> list[ToEngine] | None:
-    """What somebody who may use the engine says next; None if they have gone, or speak otherwise."""
+    """The next messages of a client of the engine; None if it has gone, or does not send frames."""
     try:
         header = await reader.readexactly(_LENGTH_BYTES)
         return _to_engine_decoder.decode(await reader.readexactly(int.from_bytes(header, "big")))

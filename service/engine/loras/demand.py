@@ -1,4 +1,4 @@
-"""Who wants which adapter: requests that wait, and those that run with it; and whether it has room beside these.
+"""Demand for adapters: the requests that wait for each or run with it, and whether it has room beside those in use.
 
 Room is computed anew for an adapter only when rows have come into use, or out of it, since it was last asked for.
 """
@@ -100,7 +100,7 @@ class AdapterUsers:
         return wanted.room[1]
 
     def num_rows(self, digest: str) -> int:
-        """That it takes on the device, in all groups together."""
+        """Rows that an adapter takes on the device, in all groups together."""
         return sum(self._wanted[digest].rows.values())
 
     def fits_beside(self, digest: str, others: Collection[str]) -> bool:

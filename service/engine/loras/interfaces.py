@@ -1,4 +1,4 @@
-"""What residency is made of, as far as the engine needs it: host memory, rows on the device, and who reads and copies.
+"""Interfaces of the parts of residency: host memory, rows on the device, the reader and the copies.
 
 Tests have parts of their own, which they step without threads.
 """
@@ -16,7 +16,7 @@ class HostSource(Protocol):
 
     @property
     def used_bytes(self) -> int:
-        """Of those that it keeps."""
+        """Bytes of the adapters that it holds."""
 
     @property
     def num_kept(self) -> int:

@@ -25,7 +25,7 @@ class OperatorPins:
         return digest in self._tried
 
     def pin(self, digests: Collection[str]) -> None:
-        """These, and no others."""
+        """Pin these adapters, and no others."""
         if self._residency is None:
             return
         self._yield_to = None
@@ -34,11 +34,11 @@ class OperatorPins:
         self._users.num_pin_changes += 1
 
     def give_up(self, digest: str) -> None:
-        """It cannot be read: nothing more is tried until the operator says it again. Unknown digests are ignored."""
+        """Stop loading an adapter that cannot be read until it is pinned again. Unknown digests are ignored."""
         self._tried.pop(digest, None)
 
     def yield_to_some(self, wanted: Mapping[str, bool]) -> None:
-        """If one of these has no room beside them, they give way to it until it has no users.
+        """Suspend all pins if one of these has no room beside them, until it has no users.
 
         wanted  adapters that requests wait for, and whether one could join now with it
         """

@@ -29,7 +29,7 @@ from service.engine.loras.residency import AdapterState, ReadEnd, Residency
 
 log = logging.getLogger(__name__)
 
-# What is wrong with the adapter itself, as an upload of it would be told; everything else is the server's fault.
+# Errors of the adapter itself, as an upload of it would report; all others are the server's fault.
 _CLIENT_FAULTS = (RowsExceeded, Unsupported)
 # A read that finds no files is tried again: a user's lease keeps them, so they are back since, deleted and uploaded
 # again while nobody used them.
@@ -83,7 +83,7 @@ class AdapterLoads:
 
     @property
     def num_reads(self) -> int:
-        """That have ended, one way or another."""
+        """Reads from disk that have ended, well or not."""
         return 0 if self.residency is None else self.residency.num_reads
 
     # ---- users
@@ -227,7 +227,7 @@ class AdapterLoads:
         return self._users.has_room(digest)
 
     def num_rows(self, digest: str) -> int:
-        """That it takes on the device, in all groups together."""
+        """Rows that an adapter takes on the device, in all groups together."""
         return self._users.num_rows(digest)
 
     def fits_beside(self, digest: str, others: Collection[str]) -> bool:
@@ -338,7 +338,8 @@ class AdapterLoads:
             self.residency.release(digest)
 
     def _check_size(self, digest: str, wanted: Wanted) -> None:
-        """What was read waits for its rows, unless it is another adapter than its users were told and can have none."""
+        """Leave an adapter that was read to wait for its rows; fail its users if its size changed and it
+        cannot fit."""
         assert self.residency is not None and self.rows is not None
         rows = self.residency.rows_of(digest)
         try:

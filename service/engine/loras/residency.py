@@ -121,7 +121,7 @@ class Residency:
         return self._num_in[state]
 
     def rows_of(self, digest: str) -> Mapping[str, int]:
-        """That one in HOST takes, which is held."""
+        """Rows that an adapter in HOST takes, which is held."""
         rows: Mapping[str, int] = self._held[digest].rows
         return rows
 
@@ -135,7 +135,7 @@ class Residency:
         return moved
 
     def take_load_seconds(self) -> tuple[tuple[Tier, float], ...]:
-        """Of each load since the last call, and the tier that it led to."""
+        """(tier reached, seconds) of each load since the last call."""
         seconds = tuple(self._load_seconds)
         self._load_seconds.clear()
         return seconds

@@ -92,7 +92,7 @@ class CapturedSteps:
 
     @property
     def sizes(self) -> Collection[StepSizes]:
-        """Of the steps that are captured."""
+        """Sizes of the captured steps."""
         return self._captured.keys()
 
     @property

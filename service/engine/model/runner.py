@@ -60,7 +60,7 @@ class Capacity:
 
 
 class Runner(Protocol):
-    """What the engine needs of a model. `captured` counts how its steps were run."""
+    """The model as the engine uses it. `captured` counts how its steps were run."""
 
     capacity: Capacity
     captured: CapturedSteps
@@ -117,7 +117,7 @@ class ModelRunner:
         self._token_budget = config.token_budget
         self._has_lora = config.row_bytes > 0
         self._padding: Padding | None = None
-        # Of all steps that are replayed, and where in it those of a size have theirs: rows stand apart with a window.
+        # Logits of all replayed steps, and the view of it for each size: with a window, rows stand apart.
         self._logits = torch.empty(0, device=loaded.device)
         self._logits_of: dict[StepSizes, torch.Tensor] = {}
         reason = _eager_reason(config, platform.device, loaded, has_graphs=graphs is not None)
@@ -146,7 +146,7 @@ class ModelRunner:
         return ((), ()) if self.captured.is_off else self._planned()
 
     def _planned(self) -> tuple[Sequence[StepSizes], Sequence[StepSizes]]:
-        """Of the sizes that there are, if steps can be captured."""
+        """The sizes to capture first and later; both empty if steps cannot be captured."""
         if self._padding is None:
             return (), ()
         return self._padding.to_capture(
@@ -177,7 +177,7 @@ class ModelRunner:
             self.captured.note_eager(sizes)
             return self._model.forward(batch, self.caches)
         is_padded = self._run_shared(batch, sizes)
-        # What is not padded is of a size that may not come again, and was not captured.
+        # A step that is not padded was not captured, and its size may not come again.
         return self._logits_of[sizes] if is_padded else self._logits_of.pop(sizes)
 
     def _run_shared(self, batch: StepBatch, sizes: StepSizes) -> bool:

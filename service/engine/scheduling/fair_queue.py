@@ -1,41 +1,41 @@
-"""Whose turn it is: an engine's places, tokens and rows are divided between tenants by their weights, and what a tenant
-has equally between its adapters, of which the base model counts as one.
+"""Fair shares: an engine's slots, tokens and rows are divided between tenants by their weights, and a tenant's part
+equally between its adapters, of which the base model counts as one.
 
-A *flow* is what one tenant asks of one adapter: requests in the order of their arrival, of which some run. A tenant or
-a flow is *active* while it has requests. Everything is divided between those that are active and can use it, so that
-one alone has everything, and nothing stands idle that somebody could use.
+A *flow* holds the requests of one tenant for one adapter, in the order of their arrival; some of them run. A tenant or
+a flow is *active* while it has requests. Resources are divided between the active ones that can use them: a lone tenant
+has everything, and nothing stands idle that somebody could use.
 
-Places (slots, and the blocks behind them). The next place goes to the tenant that has the fewest running requests for
-its weight, in it to the flow that has the fewest, in that to its oldest request. If no place is free, or too few blocks
-are, one who has more yields: of the tenant that has most for its weight the largest flow's youngest, if that tenant has
-more than the newcomer's will have with one more; else likewise between the flows of the newcomer's own tenant. After
-such an exchange the opposite one is not due, so that nobody comes and goes. Blocks that run out under those who run are
-given up in the same order: who has most, yields.
+Slots, and the blocks behind them. The next slot goes to the tenant with the fewest running requests for its weight,
+within it to the flow with the fewest, and within that to the oldest request. If no slot is free, or too few blocks are,
+a running request is preempted: the youngest of the largest flow of the tenant with the most for its weight, provided
+that this tenant has more than the newcomer's will have with one more; else the same holds between the flows of the
+newcomer's own tenant. After such an exchange the opposite one is not due, so that no two requests swap back and forth.
+Where running requests run out of blocks, they are preempted in the same order.
 
-Where a tenant's weight is more times another's than there are places, that alone would never let the other one in. It
-is *owed* a place when it runs nothing although its deficit would pay for its next request, or is as large as can be,
-and somebody runs less for its weight than one request is for the other's. Then one of its requests counts as none until
-one has ended. So many at a time are owed one as there are places for the weights of all who run nothing else, since
-their requests may be longer than what they were paid for with.
+Where a tenant's weight is more times another's than there are slots, this rule alone would never admit the other one.
+It is *owed* a slot when it runs nothing, its deficit would pay for its next request or is at its maximum, and some
+tenant runs less for its weight than one request is for the other's. Then one of its requests counts as none until one
+has ended. As many tenants at a time are owed a slot as there are slots for the weights of all that run nothing else,
+since their requests may be longer than their deficits paid for.
 
-Tokens. Each running request that decodes has one token of each step. Who has a *deficit* goes first with the rest,
-which prompts are computed with, and among equal numbers of running requests with places: a deficit is what of past
-steps' tokens was due to a tenant (in proportion to weights) or a flow (equal parts of its tenant's) less what it was
-given. It never exceeds the tokens of one full step, either way: who asked for little builds up no claim, and who used
-what nobody wanted no debt. Only a tenant's that runs nothing goes on growing until it does, so that among those the one
-that has waited for longest is first. Who becomes active begins with none.
+Tokens. Each running request that decodes gets one token of each step. The others go to prompts, largest *deficit*
+first; among equal numbers of running requests the deficit also decides about slots. A deficit is the tokens of past
+steps that were due to a tenant (in proportion to weights) or a flow (equal parts of its tenant's) less those it got. It
+is bounded by the tokens of one full step, either way: a tenant that asks for little builds up no claim, and one that
+uses idle tokens no debt. Only the deficit of a tenant that runs nothing goes on growing until it runs, so that among
+these the one that has waited longest is first. A tenant or flow that becomes active begins with none.
 
 Rows. See `row_reservations.py`.
 
-Preemption. Who yields gives up slot, blocks and pins at once, between two launches, as if blocks had run out; see
-`engine.py` for why a step in flight does not mind, and why it joins again only when its token in flight is known. It
-keeps its tokens and its age: its keys and values are computed anew from all of them, as a prompt is, and no token is
-told twice or changes. To a captured step a newcomer in its slot is a sequence like any other.
+Preemption. A preempted request frees slot, blocks and pins at once, between two launches, as if blocks had run out; see
+`engine.py` for why a step in flight is not harmed, and why the request joins again only when its token in flight is
+known. It keeps its tokens and its age: its keys and values are computed anew from all of them, as a prompt is, and no
+token is sent twice or changes. To a captured step a newcomer in its slot is a sequence like any other.
 
 Nobody starves. Let C be the tokens of a full step, T those of the longest request, prompt and answer, and n the number
 of flows, all tenants being equal. The oldest request of a flow of which nothing runs is passed only by flows with a
-higher deficit; one that is given 2 C + T tokens meanwhile has none, and who became active later has a lower one from
-the beginning. So it has a place when at most n (2 C + T) tokens were computed, beside those of requests that run
+higher deficit; one that gets 2 C + T tokens meanwhile has none, and one that became active later has a lower one from
+the beginning. So it has a slot when at most n (2 C + T) tokens were computed, beside those of requests that run
 already. Requests of one flow are served in order.
 
 Who owns: the scheduler, which moves requests between the lists, owns the sequences and what they hold; the queue owns
@@ -150,7 +150,7 @@ class FairQueue:
                 yield sequence
                 if sequence.is_running and flow.waiting:
                     heapq.heappush(of_tenant, turn_of(flow))
-            # Who is passed over has had its turn too, so that the other tenants have theirs.
+            # A tenant that was passed over counts as served, so that the other tenants come next.
             turn += 1 / tenant.weight
             if of_tenant:
                 heapq.heapreplace(tenants, (turn, deficit, oldest, index, tenant, of_tenant))
@@ -158,7 +158,7 @@ class FairQueue:
                 heapq.heappop(tenants)
 
     def turns(self, flows: Iterable[Flow]) -> list[Flow]:
-        """Of these flows, all of which wait, each once, in the order in which they have a right to their next place."""
+        """These flows, all of which wait, each once, in the order in which they get their next slot."""
         turns = []
         for of_tenant in by_tenant(flows):
             tenant = of_tenant[0][3].tenant
@@ -221,8 +221,8 @@ class FairQueue:
         return -flow.tenant.deficit, -flow.deficit, sequence.key
 
     def beside_flood(self, sequences: Iterable[Sequence]) -> list[Sequence]:
-        """Of these running ones those whose flows run nothing else, while another tenant, or another flow of their own,
-        has more than half of what runs."""
+        """The running sequences whose flows run nothing else, while another tenant, or another flow of their own, has
+        more than half of all that run."""
         half = sum(tenant.num_running for tenant in self._tenants.values()) / 2
         largest = next((tenant for tenant in self._tenants.values() if tenant.num_running > half), None)
         if self._num_flows == 1 or largest is None or half < 1:

@@ -1,8 +1,8 @@
-"""Who holds which KV blocks.
+"""KV blocks: which sequence holds which.
 
 Blocks are integers; the cache tensors live in `service.models.layers.caches`. Block 0 is the null block and is never
-handed out. A sequence opens an account under a key, extends it as it grows, and releases it as a whole; nobody else
-frees a block. A killed engine takes its blocks with it.
+handed out. A sequence opens an account under a key, extends it as it grows, and releases it as a whole; nothing else
+frees a block. Blocks end with the engine's process.
 
 Blocks of one sequence are contiguous whenever there is room, so that a CPU attention can read keys and values as one
 view instead of gathering: opening an account *claims* a run as long as the sequence may ever become. A claim is only a

@@ -36,7 +36,7 @@ def _tokens_to_come(sequence: Sequence) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """Who may still join while `holder`, the oldest that has waited too long for rows, lacks them.
+    """Requests that may still join while `holder`, the oldest that has waited too long for rows, lacks them.
 
     tenant        that it binds; None: all
     lasting       adapters that all may join: their rows are not what it waits for
@@ -142,7 +142,7 @@ class RowReservations:
         return needed
 
     def _num_rows(self, tenant: TenantFlows) -> int:
-        """That its adapters in use take."""
+        """Rows that a tenant's adapters in use take."""
         return sum(
             self._adapter_loads.num_rows(flow.adapter)
             for flow in tenant.flows.values()

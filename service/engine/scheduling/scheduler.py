@@ -194,14 +194,14 @@ class Scheduler:
             free_blocks = self._free_blocks()
 
     def _tokens_before(self, sequence: Sequence, prompts: list[Sequence]) -> int:
-        """Of the step's budget, tokens of those whose prompts are computed before its own."""
+        """Tokens of the step's budget that go to prompts computed before its own."""
         if not prompts:
             return 0
         turn = self._queue.prompt_turn(sequence)
         return sum(self._most_tokens(one) for one in prompts if one.is_running and self._queue.prompt_turn(one) < turn)
 
     def _most_tokens(self, sequence: Sequence) -> int:
-        """That it can use in a step."""
+        """The most tokens that a sequence can use in a step."""
         has_logprobs = sequence.num_prompt_logprobs_missing > 0
         return min(sequence.num_to_compute, self._max_prompt_logits) if has_logprobs else sequence.num_to_compute
 
@@ -281,8 +281,8 @@ class Scheduler:
         return list(chunks.values())
 
     def _newcomers(self, prompts: list[Sequence], num_others: int) -> list[Sequence]:
-        """Of these, in their turn, those that have a step to themselves: beside a flood, while a step of all would have
-        tokens for them."""
+        """The prompts, in order, that get a step to themselves: beside a flood, while a step of all would have tokens
+        for them."""
         if not self._prompts_apart or self._was_apart:
             return []
         num_left = self._token_budget - num_others
@@ -307,7 +307,7 @@ class Scheduler:
     # ---- blocks
 
     def _free_blocks(self) -> int:
-        """That none of the running ones needs for its present tokens and the next."""
+        """Blocks that no running sequence needs for its present tokens and the next one."""
         return self.blocks.num_free - sum(self._blocks_missing(sequence) for sequence in self.running)
 
     def _blocks_missing(self, sequence: Sequence) -> int:

@@ -1,4 +1,4 @@
-"""What one tenant asks of one adapter, and how those who wait are sorted; see `fair_queue.py`."""
+"""The requests of one tenant for one adapter, and the order of those that wait; see `fair_queue.py`."""
 
 from __future__ import annotations
 

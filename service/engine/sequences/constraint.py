@@ -1,4 +1,4 @@
-"""What the next token of one sequence may be: by its grammar, and by its request's own lists of tokens.
+"""Constraints on the next token of one sequence: its grammar, and its request's own lists of tokens.
 
 A sequence's matcher belongs to one thread at a time: to the mask thread between `begin` and `wait` of
 `step_masks.StepMasks`, to the engine's own otherwise.
@@ -21,8 +21,8 @@ from service.grammars.matching import error_of
 USUAL_SECONDS = 0.1e-3
 # Part of the passing time by which debts are forgiven.
 SHARE = 0.1
-# Of processor time, for one sequence's grammar. Usual ones take a fifth of the first or less, and some ms for a mask
-# whose lexer's states are new; all sequences wait for the one thread that makes masks.
+# Processor time that one sequence's grammar may use. Usual grammars take a fifth of the first or less, and some ms for
+# a mask whose lexer's states are new; all sequences wait for the one thread that makes masks.
 SECONDS_A_TOKEN = 0.5e-3
 MAX_SECONDS_BEHIND = 50e-3
 TOO_COSTLY = "it takes too much processor time to follow; simplify it, so that a text can be read in fewer ways"
@@ -35,7 +35,7 @@ def has_constraint(sampling: Sampling) -> bool:
 
 
 class Account:
-    """What the grammars of one tenant have cost, in seconds of processor time."""
+    """The cost of one tenant's grammars, in seconds of processor time."""
 
     def __init__(self, now: float) -> None:
         self._spent = 0.0
@@ -48,20 +48,20 @@ class Account:
         self._spent += max(0.0, seconds - USUAL_SECONDS)
 
     def owed(self, now: float) -> float:
-        """What is not forgiven. Time forgives what was owed at the last call, not what came since."""
+        """Seconds that are not forgiven yet. Time forgives the debt of the last call, not the cost since then."""
         self._forgiven = min(self._seen, self._forgiven + SHARE * (now - self._at))
         self._seen, self._at = self._spent, now
         return self._seen - self._forgiven
 
 
 class TokenConstraint:
-    """What a sequence's tokens may be: its place in its grammar, and its lists of tokens.
+    """The constraint on a sequence's tokens: its state in its grammar, and its lists of tokens.
 
     error      why its grammar cannot be followed any further; empty while it can be: not allowed by the grammar, over
                the library's bounds, or more than MAX_SECONDS_BEHIND of processor time beyond SECONDS_A_TOKEN for each
                token
-    account    that its grammar's processor time is spent from; None: from nobody's
-    num_masks  that its grammar was asked for
+    account    the account that its grammar's processor time is charged to; None: to nobody's
+    num_masks  masks that its grammar has made
     is_costly  whether the last of them, with the token before it, took more than SECONDS_A_TOKEN
     """
 

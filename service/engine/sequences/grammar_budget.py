@@ -1,16 +1,16 @@
-"""Which sequences sit a step out, so that costly grammars hold up no other tokens than their own for long.
+"""Sequences that are deferred for a step, so that costly grammars delay the tokens of others for a short time only.
 
 A step waits for the masks of all of its sequences, which one thread makes: beside the model, as long as grammars are
-usual ones. What a mask takes beyond that is owed by the sequence's tenant, and forgiven at SHARE of the time that
-passes. While more than one tenant runs:
+usual ones. Time beyond that is a debt of the sequence's tenant, and is forgiven at SHARE of the time that passes. While
+more than one tenant runs:
 - a tenant that owes more than MAX_SECONDS_OWED has none of its sequences with grammars in a step;
-- of sequences whose first mask is still to be made, whose cost nobody knows, a tenant has MAX_NEW in a step.
+- a tenant has at most MAX_NEW sequences in a step whose first mask is still to be made, since its cost is unknown.
 So the others wait for MAX_NEW first masks at most, and for SHARE of the time from then on.
 
-Where there are no tenants, all clients are one. So among the sequences of one tenant the same holds for those alone
-whose last mask was costly, and for those that have none yet, unless another one's of the same grammar have shown that
-these are cheap. MAX_NEW of them have a part in a step, and none while the tenant is in debt, as long as something else
-runs. Whoever sits out keeps all it holds, and goes on after its debt over SHARE in seconds at the latest.
+Without a keys file all clients are one tenant. Among the sequences of one tenant the rule therefore applies only to
+those whose last mask was costly, and to those without one yet, unless masks of another sequence with the same grammar
+were cheap. A step has MAX_NEW of them, and none while the tenant is in debt, as long as something else runs. A deferred
+sequence keeps all it holds, and goes on after (debt / SHARE) seconds at the latest.
 
 Who owns: the scheduler, which asks once a step. Accounts are kept for the life of the engine, one for each tenant of
 the keys file that has used a grammar. The thread that makes masks writes what was spent, the engine's own the rest.
@@ -30,21 +30,21 @@ MAX_NEW = 4
 
 
 class GrammarBudget:
-    """See the module's docstring. `clock` tells seconds that pass."""
+    """See the module's docstring. `clock` returns seconds that pass."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._accounts: dict[str, Account] = {}
 
     def account(self, tenant: str) -> Account:
-        """That its sequences' constraints spend from."""
+        """The account that the constraints of a tenant's sequences are charged to."""
         account = self._accounts.get(tenant)
         if account is None:
             account = self._accounts[tenant] = Account(self._clock())
         return account
 
     def deferred(self, running: abc.Sequence[Sequence]) -> set[Sequence]:
-        """Of these, which are in the order of arrival, those that have no part in the next step; never all of them."""
+        """The running sequences, given in the order of arrival, that the next step leaves out; never all of them."""
         bound = [one for one in running if one.constraint is not None and one.constraint.account is not None]
         if not bound:
             return set()
@@ -67,7 +67,7 @@ class GrammarBudget:
 
 
 def _unproven(bound: abc.Sequence[Sequence]) -> list[Sequence]:
-    """Of sequences with grammars, those whose next mask may be costly."""
+    """The sequences with grammars whose next mask may be costly."""
     constraints = [one.constraint for one in bound if one.constraint is not None]
     cheap = {one.grammar for one in constraints if one.num_masks and not one.is_costly}
     cheap -= {one.grammar for one in constraints if one.is_costly}

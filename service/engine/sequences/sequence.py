@@ -114,7 +114,7 @@ class ScheduledChunk:
 
     @property
     def adapter(self) -> str | None:
-        """Whose tokens these are: the sequence's adapter may begin behind them."""
+        """The adapter of these tokens; None for those before the sequence's adapter begins."""
         return self.sequence.adapter if self.start >= self.sequence.request.adapter_start else None
 
     @property

@@ -1,10 +1,10 @@
-"""Who holds which slot.
+"""Slots: which sequence holds which.
 
 A running sequence owns one slot, a small integer that names all it has outside the KV blocks: its row of the request
 table (`request_table.py`), its line of convolution state, its penalty counts. Slot 0 is the null slot, which padding
 points at, and is never handed out. Nothing is cleared when a slot changes hands: a sequence's first step says "no
-initial state" in its maps. The scheduler takes a slot when it admits a sequence and gives it back when the sequence
-ends or is preempted. O(1).
+initial state" in its maps. The scheduler acquires a slot when it admits a sequence and frees it when the sequence ends
+or is preempted. O(1).
 """
 
 from __future__ import annotations

@@ -20,17 +20,17 @@ from service.models.errors import ModelError
 MIB, GIB = 2**20, 2**30
 TOKEN_BUDGETS: Mapping[str, int] = MappingProxyType({"cuda": 8192, "npu": 2048, "cpu": 256})
 MAX_SEQUENCES: Mapping[str, int] = MappingProxyType({"cuda": 256, "npu": 256, "cpu": 64})
-# Of a CPU's free memory, the KV cache's part if one context takes no more; most rows: of 64 adapters of rank 16, or as
-# many as this.
+# The KV cache's part of a CPU's free memory, if one context takes no more; the most rows: those of 64 adapters of rank
+# 16, or this many bytes.
 CPU_KV_SHARE = 0.25
 CPU_ROWS, CPU_ROW_BYTES = 1024, 256 * MIB
-# Of the free memory of a CPU's machine, what an engine may take; of a device, what allocators lose between blocks.
+# The part of free memory that an engine may use: on a CPU half; on a device all but what allocators lose.
 CPU_SHARE, DEVICE_SHARE = 0.5, 0.96
 # Rows' part of what is left beside steps; and the most that are of use: 1,024 adapters of rank 16.
 ROWS_SHARE = 0.25
 MAX_ROWS = 16_384
-# What adapters have beside rows: part of what is left, lines for so many adapters and tables for so many where they fit
-# into that part, and on a CPU at most.
+# Non-LoRA parameters of adapters: their part of the memory left, the lines and tables where these fit into it, and the
+# most on a CPU.
 SIDE_SHARE, SIDE_LINES, SIDE_TABLES, CPU_SIDE_BYTES = 1 / 16, 16, 2, 64 * MIB
 # Fewer than these, one adapter of rank 16, are no budget.
 MIN_ROWS = 16
@@ -70,7 +70,7 @@ class ModelSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budgets:
-    """What an engine is built with; see `EngineOptions`. step_bytes: kept free for steps and graphs."""
+    """Sizes that an engine is built with; see `EngineOptions`. step_bytes: left free for steps and graphs."""
 
     token_budget: int
     max_sequences: int
@@ -84,9 +84,9 @@ class Budgets:
 def decide_budgets(
     options: EngineOptions, sizes: ModelSizes, device_type: str, free_bytes: int, *, graph_bytes: int = 0
 ) -> Budgets:
-    """What the options say, and for the rest what suits the device.
+    """The sizes of the options, and for those that are None the ones that suit the device.
 
-    free_bytes   of the device (a CPU: of the machine), with the weights loaded
+    free_bytes   memory of the device (a CPU: of the machine), with the weights loaded
     graph_bytes  that captured steps will take, beside the inputs and outputs of the largest one
 
     Raises ModelError, one sentence, if memory is short.
@@ -144,9 +144,9 @@ def budgets_behind_graphs(
     free_bytes: int,
     graph_bytes: int,
 ) -> Budgets:
-    """What was decided, but for the KV cache, which has what is left. Raises ModelError if that is too little.
+    """The budgets with a KV cache of all memory that is left. Raises ModelError if that is too little.
 
-    free_bytes   of the device, with the weights loaded and without rows
+    free_bytes   memory of the device, with the weights loaded and without rows
     graph_bytes  that captured steps will take, as measured
     """
     settled = msgspec.structs.replace(
@@ -209,13 +209,13 @@ def _state_bytes(options: EngineOptions, sizes: ModelSizes, max_sequences: int) 
 
 
 def _penalty_bytes(sizes: ModelSizes, max_sequences: int) -> int:
-    """Of a device: token counts of all slots, as long as a row of logits each, which the first request with a penalty
-    allocates (`kernels.sampling.penalty_state.DenseState`)."""
+    """Bytes of the token counts of all slots on a device, each as long as a row of logits, which the first request with
+    a penalty allocates (`kernels.sampling.penalty_state.DenseState`)."""
     return (1 + max_sequences) * sizes.logits_bytes
 
 
 def sentences(options: EngineOptions, budgets: Budgets, sizes: ModelSizes, device: str, free_bytes: int) -> list[str]:
-    """What the start prints: the memory there was, what came of it, and what would change it."""
+    """The lines that the start prints: the memory found, its division, and the options that would change it."""
     num_rows = budgets.row_bytes // sizes.row_bytes
     num_tokens = budgets.kv_bytes // sizes.kv_bytes_per_token
     is_short = num_tokens < sizes.context_tokens

@@ -45,9 +45,9 @@ from service.models.spec.model_spec import ModelSpec
 
 log = logging.getLogger(__name__)
 
-# What captured steps are expected to take until it is measured: when rows are sized.
+# Expected memory of captured steps, used to size rows, until it is measured.
 GRAPH_BYTES = 2 << 30
-# Of free memory that an ended process gives back.
+# About free memory that an ended process releases.
 _READ_INTERVAL_SECONDS, _SETTLED_READS, _MAX_READS = 0.05, 2, 40
 # To bring an adapter from disk to the device, in times of bringing it from host memory. Not measured on a GPU: an NVMe
 # disk gives 5 GB/s or so, pinned memory ten times that.
@@ -152,7 +152,7 @@ def _in_use(report: OpReport) -> list[OpInUse]:
 
 
 def _cost_per_row(host: HostSource, digest: str) -> float:
-    """Of bringing an adapter to the device again: a copy, or a read and a copy."""
+    """The cost of bringing an adapter to the device again: a copy, or a read and a copy."""
     return 1.0 if host.is_kept(digest) else COST_OF_READING
 
 
@@ -195,7 +195,7 @@ def _decide_behind_graphs(
 
 
 def _graph_bytes(trial: ModelRunner, rows: RowPool | None, config: EngineConfig, free_bytes: Callable[[], int]) -> int:
-    """That captured steps will take; what they compile, the engine finds."""
+    """Memory that captured steps will take; the kernels compiled for it are found again by the engine."""
     warm_up_ahead(lambda: trial.warm_up(config), config.device.partition(":")[0])
     return measure_graphs(trial, rows, config, free_bytes)
 
@@ -207,7 +207,7 @@ def _free_behind_the_probe(free_bytes: Callable[[str], int], device: str) -> int
 
 
 def settled(read: Callable[[], int], wait: Callable[[float], None] = time.sleep) -> int:
-    """What `read` says when it has not grown for two reads, or after two seconds."""
+    """The value of `read` once it has not grown for two reads, or after two seconds."""
     most, num_same = read(), 0
     for _ in range(_MAX_READS):
         wait(_READ_INTERVAL_SECONDS)
@@ -220,7 +220,7 @@ def settled(read: Callable[[], int], wait: Callable[[float], None] = time.sleep)
 
 
 def free_memory_bytes(device: str) -> int:
-    """Of the device; of a CPU what the machine and this process's control group have available."""
+    """Free memory of the device; for a CPU the memory available to the machine and to this process's control group."""
     if torch.device(device).type == "cpu":
         return memory_bytes()[1]
     module = torch.get_device_module(torch.device(device))

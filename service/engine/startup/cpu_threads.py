@@ -25,7 +25,7 @@ NUM_STEPS = 9
 LIMIT_SECONDS, LONE_SECONDS = 0.15, 1.0
 # More threads must be faster by this much: the API process wants to run, too.
 MIN_GAIN = 1.05
-# Of a timed step, which is one of a server with some work to do; and most steps of a sequence before it begins anew.
+# Sequences of a timed step, as of a server with some work; and most steps of a sequence before it begins anew.
 NUM_SEQUENCES, MAX_STEPS = 8, 128
 
 

@@ -18,7 +18,7 @@ from service.engine.model.runner import ModelRunner
 from service.engine.scheduling.kv_blocks import BlockPool
 from service.engine.step.launcher import StepLauncher
 
-# Of the caches of a trial: the null block, and one.
+# Blocks of a trial's caches: the null block, and one.
 TRIAL_BLOCKS = 2
 
 

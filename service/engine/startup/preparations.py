@@ -1,4 +1,4 @@
-"""What a start needs in any case and nothing else waits for, done in a thread while another process probes the ops."""
+"""Imports that every start needs, made in a thread while another process probes the ops."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Preparations:
 
 
 def _import_implementations(device: torch.device) -> None:
-    """What cannot be imported is the probe's to tell. Triton reads all of its own files once, which it hashes."""
+    """Import the implementations in use; the probe reports those that cannot be. Triton hashes its own files once."""
     for op, name in in_use(device).implementations.items():
         with suppress(Exception):
             importlib.import_module(f"kernels.{op}.{name}")

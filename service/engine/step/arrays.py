@@ -26,12 +26,12 @@ from service.models.step_batch import ConvArrays, TokenArrays, TokenSizes
 
 @dataclass(frozen=True, slots=True)
 class InputLimits:
-    """What the inputs of all steps of an engine have in common.
+    """Limits that hold for the inputs of all steps of an engine.
 
     token_budget, max_sequences, max_blocks  the largest step, and the longest sequence in blocks
     max_logits_rows    the most rows of logits that a step yields
-    num_groups         of LoRA rows and of what adapters have beside them; see `RowPlan.groups`
-    non_lora_groups        of these, where each stands among them
+    num_groups         groups of LoRA rows and of non-LoRA parameters; see `RowPlan.groups`
+    non_lora_groups    index of each group of non-LoRA parameters among them
     """
 
     token_budget: int
@@ -91,7 +91,7 @@ class AdapterArrays(Generic[Array]):
 
 @dataclass(frozen=True, slots=True)
 class StepArrays(Generic[Array]):
-    """What the model reads of a step. conv: None for models without such layers.
+    """The inputs of a step for the model. conv: None for models without such layers.
 
     adapters       None without adapters
     rows_adapters  None where each token yields logits, or without adapters
@@ -106,9 +106,9 @@ class StepArrays(Generic[Array]):
 
 @dataclass(frozen=True, slots=True)
 class SamplerArrays(SamplingArrays[Array], Generic[Array]):
-    """What is asked of a step's logits, by `SamplingFacts`.
+    """The inputs of a step for the sampler, by `SamplingFacts`.
 
-    sampled_slots  of the sequences that get a token
+    sampled_slots  slots of the sequences that get a token
     """
 
     sampled_slots: Array = field(metadata=declared(np.int64, lambda facts: (facts.num_rows,)))

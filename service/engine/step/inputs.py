@@ -34,7 +34,7 @@ from service.models.step_batch import AttentionMaps, ConvArrays, ConvMaps, StepB
 
 
 class DeviceEvent(Protocol):
-    """What has been asked of the device so far; of torch.cuda and torch.npu."""
+    """An event of torch.cuda or torch.npu: reached when all work queued before it is done."""
 
     def record(self) -> object: ...
 

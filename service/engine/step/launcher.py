@@ -1,6 +1,6 @@
-"""What a step asks of the device: its inputs in one copy, the model, run or replayed, and the sampling of its logits.
+"""Launch of a step on the device: its inputs in one copy, the model, run or replayed, and the sampling of its logits.
 
-Who owns: the launcher owns what steps read and write on the device beside the model and its caches: inputs, latest
+Who owns: the launcher owns all that steps read and write on the device beside the model and its caches: inputs, latest
 tokens, penalty counts, sums of pooled vectors, results under way. It knows chunks and slots, and nothing of requests.
 Nothing here waits for the device, but for the copy of the last inputs but one (`inputs.py`).
 """

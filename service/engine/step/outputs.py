@@ -1,4 +1,4 @@
-"""What a step's logits are asked for, known before the model runs, and what is said of the answer, once it is there."""
+"""The sampling of a step: which logits each sequence needs, known before the model runs, and how results are read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from service.engine.sequences.sequence import ScheduledChunk, Sequence
 
 @dataclass(frozen=True, slots=True)
 class StepSampling:
-    """What is asked of one step's logits.
+    """The sampling of one step's logits.
 
     sequences  those that get a token, in the order of `asked.rows`
     prompts    (sequence, number of its prompt logits), in the order of `asked.given`
@@ -60,7 +60,7 @@ def sampling_of(chunks: abc.Sequence[ScheduledChunk], num_logits: int, vocab: in
 
 
 def read_sampled(packed: np.ndarray, sampling: StepSampling) -> list[tuple[Sequence, Choice]]:
-    """What each sequence got; the log probabilities of prompts are added to their sequences."""
+    """The token of each sequence; log probabilities of prompts are added to their sequences."""
     choices, given = read(packed, sampling.asked)
     start = 0
     for sequence, num_logits in sampling.prompts:

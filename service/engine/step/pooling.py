@@ -17,7 +17,7 @@ from service.engine.sequences.sequence import ScheduledChunk, Sequence
 
 @dataclass(frozen=True, slots=True)
 class PooledStep:
-    """What a step yields: a vector for each of these sequences, float32 [hidden_size], on the device."""
+    """The pooled vectors of a step: one for each of these sequences, float32 [hidden_size], on the device."""
 
     sequences: tuple[Sequence, ...] = ()
     vectors: tuple[torch.Tensor, ...] = ()

@@ -1,4 +1,4 @@
-"""What running sequences have by slot: on the host their rows of the block table, on the device their latest token.
+"""Data of running sequences by slot: on the host their rows of the block table, on the device their latest token.
 
 Row 0 is the null slot's: its blocks are the null block. A row is written when the sequence's blocks change, and is
 whole whenever it is read. The latest tokens are written by the step that samples them and read by the next one, without

@@ -25,7 +25,7 @@ def capture_one_layer(host: StepHost) -> None:
             "token_budget": 64,
             "max_sequences": _NUM_REQUESTS,
             "lora_window": False,
-            # Of two engines, the first may not have been freed when the second is built.
+            # The first of two engines may not be freed yet when the second is built.
             "kv_bytes": _KV_BYTES,
             "row_bytes": _ROW_BYTES,
         }

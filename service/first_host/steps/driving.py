@@ -20,7 +20,7 @@ def greedy(num_output_tokens: int) -> Sampling:
 
 @dataclass
 class Run:
-    """What a load took; all times in seconds, on the clock of who calls `Engine.step`.
+    """Times of a load, in seconds, on the clock of the caller of `Engine.step`.
 
     steps        one entry for each call of `step` that ended a step: (seconds since the one before, decode tokens,
                  prompt tokens)
@@ -40,7 +40,7 @@ class Run:
         return self.ended - self.started
 
     def decode_step_ms(self, num_sequences: int) -> list[float]:
-        """Of steps that were one token for each of so many sequences, and nothing else."""
+        """Milliseconds of the steps with one token for each of so many sequences, and nothing else."""
         return [seconds * 1e3 for seconds, decode, prompt in self.steps if (decode, prompt) == (num_sequences, 0)]
 
     def gaps_ms(self) -> list[float]:

@@ -40,7 +40,7 @@ class FakeAdapters(HostTier):
         self._pool = torch.empty(size, dtype=dtype).normal_(std=_STANDARD_DEVIATION, generator=generator)
 
     def read(self, digest: str) -> HostAdapter:
-        """Of a name that ends in a number."""
+        """An adapter made from a name that ends in a number, which is the seed."""
         places = torch.Generator().manual_seed(int(digest.rpartition("-")[2]))
         slab, memory = self.take(slab_bytes(self._of_layout, self._shapes, self._of_dtype))
         adapter = make_adapter(self._of_layout, digest, self._shapes, self._of_dtype, slab, memory)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 NUM_REPEATS = 20
 _HEAD_DIMS = (64, 128)
 _FIRST_LAUNCH_SECONDS = 100.0
-# Of a step that looks at many things: the share of its time after which it begins no more of them.
+# Share of a step's time after which it begins no further check.
 _TIME_SHARE = 0.85
 
 

@@ -22,7 +22,7 @@ NUM_STEPS = 20
 _NUM_KERNELS = 25
 _MAX_REQUESTS = 64
 _LAUNCHES = ("LaunchKernel", "GraphLaunch")
-# What names of kernels with LoRA in them hold, of every language; the last ones expand and compute the gate at once.
+# Parts of the names of kernels with LoRA, in every language; the last ones expand and compute the gate at once.
 _LORA = ("lora", "shrink", "expand", "swiglu_token", "swiglu_tile", "swiglu_window")
 _AI_CPU, _NOT_TOLD = "AI_CPU", "N/A"
 
@@ -130,7 +130,7 @@ def record_npu(directory: str, work: Callable[[], None]) -> None:
 
 
 def figures_of_table(rows: Iterable[Mapping[str, str]], *, num_steps: int) -> dict[str, Any]:
-    """Of torch_npu's kernel_details.csv: "Name", "Accelerator Core", "Start Time(us)" and "Duration(us)" of each."""
+    """Figures of torch_npu's kernel_details.csv: "Name", "Accelerator Core", "Start Time(us)", "Duration(us)"."""
     kernels: dict[str, list[float]] = defaultdict(list)
     on_ai_cpu: dict[str, list[float]] = defaultdict(list)
     spans: list[tuple[float, float]] = []
@@ -150,7 +150,7 @@ def figures_of_table(rows: Iterable[Mapping[str, str]], *, num_steps: int) -> di
 
 
 def figures_of_events(events: Any, device_type: DeviceType, *, num_steps: int = NUM_STEPS) -> dict[str, Any]:
-    """Of the events of torch's profiler; times are in microseconds."""
+    """Figures of the events of torch's profiler, whose times are in microseconds."""
     kernels: dict[str, list[float]] = defaultdict(list)
     spans: list[tuple[float, float]] = []
     num_launches = 0

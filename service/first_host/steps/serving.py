@@ -14,7 +14,7 @@ from service.first_host.steps.subject import Subject, budgets_of, build_subject,
 NUM_REQUESTS = (1, 8, 32, 64)
 NUM_ADAPTERS = (0, 1, 64)
 _OUTPUT_TOKENS = 32
-# Of the step's time, after which no further load is begun.
+# Share of the step's time after which no further load is begun.
 _TIME_SHARE = 0.9
 _NUM_LOADS = 8
 # Decode steps that are looked at without a load, and after each load.
@@ -117,7 +117,7 @@ def _subject(host: StepHost) -> tuple[Subject, tuple[int, ...]]:
 
 
 def _figures(subject: Subject, num_requests: int, num_adapters: int) -> dict[str, Any]:
-    """Of one load; as many adapters are in use as there are requests and as fit, at most num_adapters."""
+    """Figures of one load; the adapters in use are at most num_adapters, the requests and the ones that fit."""
     in_use = min(num_adapters, num_requests, subject.num_adapters)
     longest = min(subject.engine.capacity.max_model_len_tokens, subject.engine.kv_capacity_tokens // num_requests)
     num_tokens = max(2, min(_OUTPUT_TOKENS, longest - subject.num_prompt_tokens - 1))

@@ -34,7 +34,7 @@ class StepFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StepHost:
-    """What a step works with, and what it says.
+    """The options of a step, and the channel for its reports.
 
     device   one that torch knows: "npu", "cuda:1"
     options  fields of EngineOptions that the command was given, and those that the step tries
@@ -55,7 +55,7 @@ class StepHost:
         return EngineOptions(**{**self.options, "device": self.device, **changed})
 
     def tell(self, text: str) -> None:
-        """What is being done, in a few words."""
+        """Report the current work, in a few words."""
         self._say(tell=text)
 
     def facts(self, **facts: Any) -> None:

@@ -65,7 +65,7 @@ class Subject:
 
 
 def names(num: int, *, first: int = 0) -> list[str]:
-    """Of made-up adapters."""
+    """Names of made-up adapters."""
     return [f"adapter-{index}" for index in range(first, first + num)]
 
 
@@ -95,6 +95,6 @@ def build_subject(host: StepHost, **changed: object) -> Subject:
 
 
 def budgets_of(host: StepHost) -> list[str]:
-    """What the engine would be given of this device's memory, in sentences."""
+    """Sentences on how an engine would divide this device's memory."""
     prepare(host.device)
     return decide(host.engine_options(), host.device)[1]

@@ -56,7 +56,7 @@ class Checkpoint:
         return isinstance(name, str) and self._stored(name) is not None
 
     def fault(self, name: str, shape: tuple[int, ...]) -> str | None:
-        """What is wrong with a tensor that config.json calls for in this shape, in one sentence; None: nothing is."""
+        """One sentence on the fault of a tensor that config.json calls for in this shape; None if it has none."""
         stored = self._stored(name)
         if stored is None:
             return self._missing(name)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from service.models.checkpoint.checkpoint import TensorSource
 from service.models.spec.model_spec import ModelSpec
 
-# What some exports carry and nobody needs: rotary frequencies, which follow from the config.
+# Rotary frequencies, which some exports carry and nobody needs: they follow from the config.
 _REDUNDANT = "rotary_emb.inv_freq"
 _MOST_NAMES = 20
 
@@ -35,7 +35,7 @@ class Comparison:
 
 
 def compare(spec: ModelSpec, checkpoint: TensorSource) -> Comparison:
-    """What is wrong with the checkpoint's tensors, whatever their kind, before any is read."""
+    """Faults of the checkpoint's tensors, of every kind, found before any is read."""
     shapes = spec.tensors(checkpoint)
     faults = (checkpoint.fault(name, shape) for name, shape in shapes.items())
     others = [name for name in checkpoint.others(shapes) if not name.endswith(_REDUNDANT)]

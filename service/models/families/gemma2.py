@@ -61,9 +61,9 @@ def attention_of(config: Config) -> dict[str, Any]:
 def spec_of(
     config: Config, everywhere: dict[str, Any], nearby: dict[str, Any], rotations: tuple[RopeFacts, ...]
 ) -> ModelSpec:
-    """What Gemma 2 and 3 share: the layers around attention of the two kinds. Raises ModelError.
+    """The model of Gemma 2 and 3 around attention of the two kinds. Raises ModelError.
 
-    nearby  of the layers with a sliding window, which this adds
+    nearby  fields of the layers with a sliding window, which this adds
     """
     check_activation(config, ("gelu_pytorch_tanh",), key="hidden_activation")
     if config.get("use_bidirectional_attention"):

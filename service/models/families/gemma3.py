@@ -39,7 +39,7 @@ def read_whole(config: Config) -> ModelSpec:
 
 
 def _rotations(config: Config) -> tuple[RopeFacts, RopeFacts]:
-    """Of global layers, then of local ones. Old config.json scale the global ones only."""
+    """Rotations of global layers, then of local ones. Old config.json scale the global ones only."""
     everywhere = rope_facts({"rope_theta": _GLOBAL_THETA, **config}, "full_attention")
     nearby = {"max_position_embeddings": config["max_position_embeddings"]}
     nearby["rope_theta"] = config.get("rope_local_base_freq", _LOCAL_THETA)

@@ -6,7 +6,7 @@ from service.models.spec.config_json import Config, attention_sizes, check_activ
 from service.models.spec.model_spec import AttentionSpec, LayerSpec, MlpSpec, ModelSpec
 from service.models.spec.rope_facts import rope_facts
 
-# What transformers assumes where config.json is silent; other families build upon it.
+# The defaults of transformers where config.json is silent; other families build upon them.
 DEFAULTS: Config = {"max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "rope_theta": 10_000.0}
 
 

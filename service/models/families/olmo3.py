@@ -66,7 +66,7 @@ def _kinds(config: Config) -> list[str]:
 
 
 def _rotations(config: Config) -> tuple[RopeFacts, RopeFacts]:
-    """Of layers that look at everything, then of those with windows, which are never stretched by `rope_scaling`."""
+    """Rotations of layers with full attention, then of those with windows, which `rope_scaling` never stretches."""
     everywhere = rope_facts(config, "full_attention")
     nearby = {name: config[name] for name in ("rope_theta", "max_position_embeddings")}
     given = config.get("rope_parameters") or {}

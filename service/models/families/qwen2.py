@@ -22,7 +22,7 @@ DEFAULTS: Config = {
     "sliding_window": 4096,
     "max_window_layers": 28,
 }
-# Of the models with a vision tower.
+# Defaults of the models with a vision tower.
 _DEFAULTS_BESIDE_VISION: Config = {
     **DEFAULTS,
     "rms_norm_eps": 1e-5,

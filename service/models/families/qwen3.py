@@ -30,7 +30,7 @@ _MOE_DEFAULTS: Config = {
     "num_experts_per_tok": 8,
     "norm_topk_prob": False,
 }
-# Of the model with a vision tower.
+# Defaults of the model with a vision tower.
 _DEFAULTS_BESIDE_VISION: Config = {"max_position_embeddings": 128_000, "rope_theta": 500_000.0}
 
 

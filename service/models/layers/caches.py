@@ -1,5 +1,4 @@
-"""What the model remembers of its sequences between steps, as its mixers declare it: paged keys and values, and lines
-of state."""
+"""Caches of sequences between steps, as the model's mixers declare them: paged keys and values, and lines of state."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ class Decoder:
         mixed = last.mix(normed, batch, rotations, caches.layers[-1])
         lora = batch.lora
         if rows is not None:
-            # What the last mixer leaves is read by nobody but the tokens whose logits are wanted.
+            # The output of the last mixer is read only for the tokens whose logits are wanted.
             if rows.shape[0] == 0:
                 return mixed.new_empty(0, mixed.shape[1])
             mixed, stream, lora = mixed.index_select(0, rows), stream.index_select(0, rows), batch.logits_lora

@@ -21,7 +21,7 @@ LayerMixer = Attention | ShortConv | GatedDeltaNet
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderLayer:
-    """What mixes the tokens, then what works on each token; see `LayerSpec` for the norms around the two."""
+    """A mixer across tokens, then a feed-forward on each token; see `LayerSpec` for the norms around the two."""
 
     mixer_norm: RmsNorm | None
     mixer: LayerMixer
@@ -44,7 +44,7 @@ class DecoderLayer:
 
     @property
     def norms(self) -> list[RmsNorm | HeadNorm]:
-        """Whose weights adapters may replace: of the hidden states, and of the heads of attention."""
+        """Norms whose weights adapters may replace: of the hidden states, and of the heads of attention."""
         of_heads = self.mixer.head_norms if isinstance(self.mixer, Attention) else None
         each = (self.mixer_norm, self.mixer_end_norm, self.mlp_norm, self.mlp_end_norm)
         return [norm for norm in each if norm is not None] + list(of_heads.each if of_heads is not None else ())

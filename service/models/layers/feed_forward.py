@@ -1,4 +1,4 @@
-"""What works on each token by itself in the layers of a `ModelSpec`."""
+"""Feed-forwards, which work on each token by itself, in the layers of a `ModelSpec`."""
 
 from __future__ import annotations
 

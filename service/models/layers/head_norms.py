@@ -27,7 +27,7 @@ class HeadNorm:
 
 
 class HeadNorms:
-    """Of queries and of keys. `weight` has the base's, [num_heads + kv_heads, head_dim], for the op that rotates.
+    """Norms of queries and of keys. `weight` holds the base's, [num_heads + kv_heads, head_dim], for the rotating op.
 
     A step in which an adapter has its own is normed here, in plain torch operations, and rotated without a norm.
     """

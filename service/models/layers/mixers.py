@@ -1,4 +1,4 @@
-"""What mixes the tokens in the layers of a `ModelSpec`, and norms them.
+"""Mixers across tokens in the layers of a `ModelSpec`, and norms.
 
 Shapes: hidden [tokens, hidden_size], the tokens of all sequences of the step one after the other.
 """
@@ -41,7 +41,7 @@ class RmsNorm:
         self.name = name
         self.weight = _norm_weight(weights, name, spec)
         self._eps = spec.norm_eps
-        # Of adapters, by line, and the weight that a norm has before theirs; see `kernels.lora.non_lora`.
+        # Weights of adapters, by line, and the weight that a norm has before theirs; see `kernels.lora.non_lora`.
         self._own: torch.Tensor | None = None
         self._ones: torch.Tensor | None = None
 

@@ -19,9 +19,8 @@ from kernels.swiglu.ops import swiglu
 
 
 class Sides(Protocol):
-    """What adapters have beside rows; see `adapters.memory.non_lora_pool`. By the layout's names; empty where there is
-    no room.
-    """
+    """Parameters of adapters beside rows, by the layout's names; empty where there is no room. See
+    `adapters.memory.non_lora_pool`."""
 
     @property
     def vectors(self) -> Mapping[str, NonLoraVectors]: ...
@@ -34,7 +33,7 @@ class Sides(Protocol):
 
 
 class RowSource(Protocol):
-    """Who owns the stacked LoRA rows: the row pool."""
+    """The owner of the stacked LoRA rows: the row pool."""
 
     def stack(self, name: str) -> LoraStack:
         """The rows of the projection that the layout calls `name`."""
@@ -78,7 +77,7 @@ class Projection:
             self._vectors = rows.side.vectors.get(self.name)
 
     def bind_heads(self, tables: torch.Tensor | None) -> None:
-        """Of the head: weights that adapters have in its place, [tables, outputs, inputs]."""
+        """Bind the weights that adapters have in place of the head, [tables, outputs, inputs]."""
         self._tables = tables
 
     def rows_behind(self, num_rows: int, num_slices: int) -> torch.Tensor:
@@ -88,7 +87,7 @@ class Projection:
 
     @property
     def most_columns(self) -> int:
-        """Of a product with the rows behind the weight."""
+        """Columns of a product with the rows behind the weight."""
         behind = self.weight.behind
         return self.weight.out_features + (0 if behind is None else behind.num_rows * behind.num_slices)
 

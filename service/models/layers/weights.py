@@ -60,8 +60,8 @@ class Weights:
         return self.exact(f"{name}.weight") if exact else self.tensor(f"{name}.weight")
 
     def taps(self, name: str) -> torch.Tensor:
-        """Of a depthwise convolution. Checkpoints hold [size, 1, width]; the kernels read
-        [width, size]. Raises ModelError."""
+        """Taps of a depthwise convolution, [width, size] as the kernels read them; checkpoints hold [size, 1, width].
+        Raises ModelError."""
         return self.tensor(f"{name}.weight").squeeze(1).t().contiguous()
 
     def projection(self, name: str) -> Projection:

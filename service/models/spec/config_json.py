@@ -15,8 +15,8 @@ from service.models.errors import ModelError
 
 Config = Mapping[str, Any]
 
-# What fields are that readers calculate with as they stand; null is their default, and others are looked at where they
-# are read.
+# Types of the fields that readers calculate with as they stand; null is their default, and other fields are checked
+# where they are read.
 _OBJECTS = ("rope_parameters", "rope_scaling", "quantization_config")
 _LISTS = ("layer_types", "mlp_only_layers", "full_attn_idxs", "no_rope_layers")
 _FLAGS = (
@@ -164,7 +164,7 @@ def _endings(config: Config) -> tuple[int, ...]:
 
 
 def _token_ids(config: Config, key: str) -> tuple[int, ...]:
-    """What is no token id is left out."""
+    """The token ids of a field; values that are none are left out."""
     value = config.get(key)
     values = value if isinstance(value, list) else [value]
     return tuple(token_id for token_id in values if isinstance(token_id, int) and not isinstance(token_id, bool))

@@ -1,4 +1,4 @@
-"""What the parts of a layer declare, by which all else is derived from them: projections and states. Torch-free."""
+"""Declarations of a layer's parts, projections and states, from which all else is derived. Torch-free."""
 
 from __future__ import annotations
 

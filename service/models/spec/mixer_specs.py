@@ -1,7 +1,7 @@
-"""What mixes the tokens of a layer, as data; see `spec` for the model around it. Torch-free.
+"""Mixers across the tokens of a layer, as data; see `spec` for the model around it. Torch-free.
 
 Each says which projections it has (`linears`), which tensors beside them (`tensors`), the norms among these that
-adapters may replace (`norms`), and what it remembers of a sequence (`states`). Names are relative to the layer.
+adapters may replace (`norms`), and its state of a sequence (`states`). Names are relative to the layer.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class AttentionSpec:
 
     @property
     def tensors(self) -> Shapes:
-        """What checkpoints hold beside the projections."""
+        """Tensors of checkpoints beside the projections."""
         sizes = (self.num_heads * self.head_dim, self.kv_size)
         whole = {f"{self.name}.{norm}": size for norm, size in zip(self.whole_norms or (), sizes, strict=False)}
         return {f"{norm}.weight": (size,) for norm, size in (self.norms | whole).items()}
@@ -97,7 +97,7 @@ class ShortConvSpec:
 
     @property
     def tensors(self) -> Shapes:
-        """What checkpoints hold beside the projections."""
+        """Tensors of checkpoints beside the projections."""
         bias: Shapes = {f"{self.name}.conv.bias": (self.size,)} if self.bias else {}
         return {f"{self.name}.conv.weight": (self.size, 1, self.width)} | bias
 
@@ -155,7 +155,7 @@ class GatedDeltaSpec:
 
     @property
     def tensors(self) -> Shapes:
-        """What checkpoints hold beside the projections."""
+        """Tensors of checkpoints beside the projections."""
         return {
             f"{self.name}.conv1d.weight": (self.size, 1, self.width),
             f"{self.name}.A_log": (self.num_value_heads,),

@@ -1,4 +1,4 @@
-"""What works on each token of a layer by itself, as data; see `spec` for the model around it. Torch-free.
+"""Feed-forwards, which work on each token of a layer alone, as data; see `spec` for the model around them. Torch-free.
 
 Each says which projections it has (`linears`), which tensors beside them (`tensors`), and which of its modules adapters
 cannot bind to (`unadapted`). Names are relative to the layer.
@@ -51,7 +51,7 @@ class MlpSpec:
         )
 
     def tensors(self, hidden_size: int, *, is_packed: bool) -> Shapes:  # noqa: ARG002
-        """What checkpoints hold beside the projections: nothing."""
+        """Tensors of checkpoints beside the projections: none."""
         return {}
 
 
@@ -96,7 +96,7 @@ class MoeSpec:
         return (*self.shared.linears(hidden_size), Linear(gate, "mlp", hidden_size, {gate: 1}))
 
     def tensors(self, hidden_size: int, *, is_packed: bool) -> Shapes:
-        """What checkpoints hold beside the projections: the router's weight, and the experts in `packed_tensors`, or
+        """Tensors of checkpoints beside the projections: the router's weight, and the experts in `packed_tensors`, or
         else one by one."""
         router: Shapes = {f"{self.name}.{self.router}.weight": (self.num_experts, hidden_size)}
         if is_packed:

@@ -30,8 +30,8 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
-    """What mixes the tokens, then what works on each token. Each reads the residual stream, normed where a module is
-    named for it, and is added to it; normed before that where a module is named for it (`..._end_norm`)."""
+    """A mixer across tokens, then a feed-forward on each token. Each reads the residual stream, normed where a norm's
+    name is given, and is added to it, normed once more where an `..._end_norm` is named."""
 
     mixer: Mixer
     mlp: FeedForward
@@ -152,8 +152,8 @@ class ModelSpec:
 
     @property
     def longest_context_tokens(self) -> int:
-        """What the operator may allow: with linear scaling, some config.json give the context before the stretching,
-        others the one after it, and nothing tells which."""
+        """The longest context that the operator may allow. With linear scaling, config.json may give the context before
+        or after stretching, and nothing says which."""
         linear = [rope.factor for rope in self.rotations if rope.kind == "linear"]
         if linear and len(self.rotations) == 1:
             return int(self.max_position_embeddings * max(linear[0], 1.0))

@@ -10,7 +10,7 @@ from service.models.errors import ModelError
 from service.models.spec.config_json import is_positive_number
 
 RopeKind = Literal["none", "default", "linear", "dynamic", "llama3", "yarn", "longrope"]
-# What config.json may ask for; "none" is ours, for layers that look at no positions.
+# Kinds that config.json may name, with their fields; "none" is ours, for layers without positions.
 _NEEDS: dict[RopeKind, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -19,7 +19,7 @@ _NEEDS: dict[RopeKind, tuple[str, ...]] = {
     "yarn": ("factor",),
     "longrope": ("short_factor", "long_factor"),
 }
-# What Phi-3 first called it, and Qwen2-VL: the sections of its positions are equal for text, so it is a plain one.
+# Old names, of Phi-3 and of Qwen2-VL, whose sections of positions are equal for text, so that it is a plain one.
 _OLD_NAMES: dict[str, RopeKind] = {"su": "longrope", "mrope": "default"}
 _NUMBERS = (
     *("factor", "rope_theta", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
