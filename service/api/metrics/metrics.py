@@ -12,13 +12,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import accumulate, chain
 
 import prometheus_client
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from service.api.metrics.adapter_metrics import AdapterMetrics
-from service.api.metrics.exposition import Exposition
 from service.api.metrics.tier_metrics import TierMetrics
 from service.api.metrics.vllm_metrics import with_vllm_names
 from service.engine.ipc.messages import EngineStatus, OpInUse, Stats
@@ -86,7 +85,6 @@ class Metrics:
         self.by_adapter = AdapterMetrics(base_name, most_adapters)
         self.block_size_tokens = 0  # of KV, once it is known
         self._base_name = base_name
-        self._exposition = Exposition()
         # By engine: which life of it, and what that said last.
         self._last: dict[int, tuple[int, Stats]] = {}
         self._ops: tuple[OpInUse, ...] = ()
@@ -265,7 +263,18 @@ class Metrics:
     def render(self, adapters: Collection[str] = ()) -> bytes:
         """The text exposition, with the series of these adapters, or else of the busiest. Any thread."""
         own = with_vllm_names(self.registry.collect(), self._base_name, self.block_size_tokens)
-        return self._exposition.write(chain(own, self.by_adapter.collect(adapters)))
+        return generate_latest(_Families(chain(own, self.by_adapter.collect(adapters))))
+
+
+class _Families(Collector):
+    """The metric families of one scrape."""
+
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        """All of them, once."""
+        return self._families
 
 
 class _TokenGaps(Collector):
