@@ -11,8 +11,8 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
-# Payers beyond so many in one minute count as one.
-_MOST_PAYERS, _OTHERS = 256, "others"
+# Clients beyond so many in one minute count as one.
+_MOST_CLIENTS, _OTHERS = 256, "others"
 _WINDOW_SECONDS = 60.0
 
 LOGGER = logging.getLogger("multilora")
@@ -55,11 +55,11 @@ def audit(event: str, **fields: Any) -> None:
 
 class RefusalLines:
     """Who may write how many lines about what was refused: a client can have requests refused as fast as it can send
-    them. The rest are counted, and told of in one line for each payer when their minute is over; /metrics counts all.
+    them. The rest are counted, and told of in one line for each client when their minute is over; /metrics counts all.
 
     One thread.
 
-    most_lines  of a payer in a minute; may be set
+    most_lines  of a client in a minute; may be set
     clock       monotonic, in seconds
     """
 
@@ -69,24 +69,24 @@ class RefusalLines:
         self._ends_at_seconds = 0.0
         self._num_lines: Counter[str] = Counter()
 
-    def may_write(self, payer: str) -> bool:
-        """Whether one more line of this payer is written; if not, it is counted."""
+    def may_write(self, client: str) -> bool:
+        """Whether one more line of this client is written; if not, it is counted."""
         self.tell()
         if not self._num_lines:
             self._ends_at_seconds = self._clock() + _WINDOW_SECONDS
-        if payer not in self._num_lines and len(self._num_lines) >= _MOST_PAYERS:
-            payer = _OTHERS
-        self._num_lines[payer] += 1
-        return self._num_lines[payer] <= self.most_lines
+        if client not in self._num_lines and len(self._num_lines) >= _MOST_CLIENTS:
+            client = _OTHERS
+        self._num_lines[client] += 1
+        return self._num_lines[client] <= self.most_lines
 
     def tell(self) -> None:
         """Where the minute is over, say how many lines were left out in it; to be called now and then."""
         if not self._num_lines or self._clock() < self._ends_at_seconds:
             return
         num_lines, self._num_lines = self._num_lines, Counter()
-        for payer, number in num_lines.items():
+        for client, number in num_lines.items():
             if number > self.most_lines:
-                fields = {"payer": payer, "left_out": number - self.most_lines, "written": self.most_lines}
+                fields = {"payer": client, "left_out": number - self.most_lines, "written": self.most_lines}
                 LOGGER.warning("Lines about refused requests were left out.", extra={"fields": fields})
 
 
@@ -97,7 +97,7 @@ REFUSAL_LINES = RefusalLines(60)
 def configure(log_format: str, log_level: str, refusal_lines_per_minute: int | None = None) -> None:
     """Send everything to stderr in one format; uvicorn's own lines too, its access log excepted.
 
-    refusal_lines_per_minute  of a payer; None where nothing is refused
+    refusal_lines_per_minute  of a client; None where nothing is refused
     """
     if refusal_lines_per_minute is not None:
         REFUSAL_LINES.most_lines = refusal_lines_per_minute

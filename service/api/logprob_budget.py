@@ -4,27 +4,27 @@ from __future__ import annotations
 
 from adapters.quota import ClientQuota
 from service.api.errors import QueueFull
-from service.fairness.client_identity import PAYER
+from service.fairness.client_identity import CLIENT
 
 
 def logprob_shares(most_of_one: int) -> ClientQuota:
-    """The log probabilities of all answers, alternatives included. most_of_one: of one payer alone."""
+    """The log probabilities of all answers, alternatives included. most_of_one: of one client alone."""
     return ClientQuota(most_of_one, small=most_of_one // 256)
 
 
-class HeldLogprobs:
+class LogprobBudget:
     """Those of one request; they are who pays for it who makes it."""
 
     def __init__(self, shares: ClientQuota) -> None:
-        self._shares, self._payer = shares, PAYER.get()
+        self._shares, self._client = shares, CLIENT.get()
         self._num_held = 0
 
     def take(self, count: int) -> None:
-        """So many more are about to be kept. QueueFull if the payer may not have them."""
-        if not self._shares.take(self._payer, count):
+        """So many more are about to be kept. QueueFull if the client may not have them."""
+        if not self._shares.take(self._client, count):
             raise QueueFull(
                 f"Answers that are not sent yet hold {self._shares.num_held} log probabilities, of which you have "
-                f"{self._shares.held_by(self._payer)}; a client gets as many as it leaves free for others, at most "
+                f"{self._shares.held_by(self._client)}; a client gets as many as it leaves free for others, at most "
                 f"{self._shares.most_of_one}; send fewer of such requests at a time, lower `max_tokens` or the number "
                 "of alternatives, or read a stream.",
                 headers={"Retry-After": "1"},
@@ -35,7 +35,7 @@ class HeldLogprobs:
         """So many are gone, if they are not released yet."""
         count = min(count, self._num_held)
         self._num_held -= count
-        self._shares.give_back(self._payer, count)
+        self._shares.give_back(self._client, count)
 
     def release(self) -> None:
         """All are gone; once is enough, more does nothing."""

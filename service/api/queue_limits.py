@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 from adapters.quota import ClientQuota
 from service.api.errors import QueueFull
-from service.fairness.client_identity import PAYER
+from service.fairness.client_identity import CLIENT
 
 
-class Gate:
+class QueueLimits:
     """Counts the sequences, or calls, that wait or run, so that a full queue answers at once instead of growing.
 
     A single client may occupy all `limit` slots without keeping others out (see `ClientQuota`); all clients together
@@ -26,25 +26,25 @@ class Gate:
         """Places that are taken."""
         return self._shares.num_held
 
-    def enter(self, num_sequences: int, payer: str = "") -> None:
-        """Take places. QueueFull if the payer may not have all of them."""
-        if not self._shares.take(payer, num_sequences):
+    def enter(self, num_sequences: int, client: str = "") -> None:
+        """Take places. QueueFull if the client may not have all of them."""
+        if not self._shares.take(client, num_sequences):
             raise QueueFull(
                 f"{self.num_open} of {self.limit} places are taken and this request needs {num_sequences}; "
                 "send it again later, or fewer at a time.",
                 headers={"Retry-After": "1"},
             )
 
-    def leave(self, num_sequences: int, payer: str = "") -> None:
-        """Give a payer's places back."""
-        self._shares.give_back(payer, num_sequences)
+    def leave(self, num_sequences: int, client: str = "") -> None:
+        """Give a client's places back."""
+        self._shares.give_back(client, num_sequences)
 
     @contextmanager
     def places(self, num_places: int = 1) -> Iterator[None]:
         """Held inside by who pays for the request; all there are, if that is fewer. QueueFull if they are not free."""
-        payer, num_places = PAYER.get(), min(num_places, self.limit)
-        self.enter(num_places, payer)
+        client, num_places = CLIENT.get(), min(num_places, self.limit)
+        self.enter(num_places, client)
         try:
             yield
         finally:
-            self.leave(num_places, payer)
+            self.leave(num_places, client)

@@ -25,12 +25,12 @@ from service.api.logprob_budget import logprob_shares
 from service.api.metrics.adapter_metrics import MOST_LISTED, Resident, VersionOf
 from service.api.metrics.metrics import Metrics
 from service.api.page_cache import PageCache
-from service.api.queue_limits import Gate
+from service.api.queue_limits import QueueLimits
 from service.api.schema.requests import MAX_HELD_LOGPROBS
-from service.api.store_health import StoreLook
-from service.api.uploads.slots import UploadPlace, UploadPlaces
+from service.api.store_health import StoreHealth
+from service.api.uploads.slots import UploadPlace, UploadSlots
 from service.engine.ipc.messages import Ready, Tier
-from service.fairness.client_identity import PAYER
+from service.fairness.client_identity import CLIENT
 from service.grammars.trial import GrammarTrial
 from service.settings import Settings
 from service.tenants.tenants import Tenants
@@ -70,7 +70,7 @@ class Services:
     tenants: Tenants = field(default_factory=Tenants)
     sampling_defaults: Mapping[str, float] = field(default_factory=lambda: NEUTRAL)
     store: AdapterStore | None = None
-    store_look: StoreLook = field(default_factory=StoreLook)
+    store_look: StoreHealth = field(default_factory=StoreHealth)
     draining: bool = False
     prepared: bool = False
     start_error: str | None = None
@@ -82,23 +82,23 @@ class Services:
     pins_changed: asyncio.Event = field(default_factory=asyncio.Event)
     unkept: frozenset[str] = frozenset()
     grammar_trial: GrammarTrial = field(init=False)
-    gate: Gate = field(init=False)
+    gate: QueueLimits = field(init=False)
     base_digest: str = field(init=False)
-    calls: Gate = field(init=False)
+    calls: QueueLimits = field(init=False)
     logprobs: ClientQuota = field(default_factory=lambda: logprob_shares(MAX_HELD_LOGPROBS))
     _template_turns: WeakValueDictionary[tuple[str, str], asyncio.Lock] = field(default_factory=WeakValueDictionary)
     _loop: asyncio.AbstractEventLoop | None = None
-    _uploads: UploadPlaces = field(init=False)
+    _uploads: UploadSlots = field(init=False)
     _no_uploads: asyncio.Event = field(default_factory=asyncio.Event)
     # What `on_loop` was asked for before there was a loop.
     _before_loop: list[tuple[Callable[..., None], tuple[Any, ...]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.grammar_trial = GrammarTrial(self.settings.model_dir)
-        self.gate = Gate(self.settings.max_queued_requests)
+        self.gate = QueueLimits(self.settings.max_queued_requests)
         self.base_digest = layout_fingerprint(self.layout)
-        self.calls = Gate(self.settings.max_queued_requests)
-        self._uploads = UploadPlaces(self.settings.max_uploads)
+        self.calls = QueueLimits(self.settings.max_queued_requests)
+        self._uploads = UploadSlots(self.settings.max_uploads)
         self._no_uploads.set()
         self.metrics.by_adapter.version_of = self._version_of
         self.metrics.by_adapter.residents = self._residents
@@ -128,10 +128,10 @@ class Services:
         return {name: AdapterTemplate(self.template_workers, one, special_tokens) for name, one in sources.items()}
 
     def template_turn(self, whose: str) -> asyncio.Lock:
-        """Held while a chat with an adapter's own template waits for it to be rendered: of each adapter of a payer, or
+        """Held while a chat with an adapter's own template waits for it to be rendered: of each adapter of a client, or
         of each tenant where there are several, one chat at a time, so that those of one do not stand in the way of
         another's."""
-        key = (PAYER.get(), whose)
+        key = (CLIENT.get(), whose)
         turn = self._template_turns.get(key)
         if turn is None:
             turn = self._template_turns[key] = asyncio.Lock()
@@ -140,7 +140,7 @@ class Services:
     @contextmanager
     def uploading(self) -> Iterator[UploadPlace]:
         """An adapter is on its way into the store: a server that shuts down waits for it, see `uploads_end`. QueueFull
-        if this payer may have no more now."""
+        if this client may have no more now."""
         with self._uploads.place() as place:
             self._no_uploads.clear()
             try:

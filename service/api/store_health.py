@@ -12,7 +12,7 @@ from adapters.files.writability import WriteFault
 ANSWER_SECONDS = 1.0
 
 
-class StoreLook:
+class StoreHealth:
     """Looks in a thread of its own, one look at a time, however many ask: those who come during one share the next, so
     that what they are told is not older than their question. A look may stick in the system's call.
 

@@ -1,4 +1,4 @@
-"""Threads for what would hold up the event loop: the payers take turns in them.
+"""Threads for what would hold up the event loop: the clients take turns in them.
 
 With asyncio's own, whoever sends many long texts has others' deletions and listings wait behind all of them.
 """
@@ -12,7 +12,7 @@ from contextvars import copy_context
 from functools import partial
 from typing import Any, TypeVar
 
-from service.fairness.client_identity import PAYER
+from service.fairness.client_identity import CLIENT
 from service.fairness.thread_pool import FairPool
 
 T = TypeVar("T")
@@ -23,7 +23,7 @@ _USUAL = FairPool(NUM_THREADS, "api")
 
 
 async def in_turn(work: Callable[..., T], *arguments: Any, pool: FairPool = _USUAL, **named: Any) -> T:
-    """What `work` returns or raises, run in a thread when it is the payer's turn. The request's context is known there
+    """What `work` returns or raises, run in a thread when it is the client's turn. The request's context is known there
     as it is here. Cancelled before its turn, it never runs."""
     here = copy_context()
-    return await asyncio.wrap_future(pool.submit(PAYER.get(), partial(here.run, work, *arguments, **named)))
+    return await asyncio.wrap_future(pool.submit(CLIENT.get(), partial(here.run, work, *arguments, **named)))

@@ -1,7 +1,7 @@
 """Who pays for what is being done: the one place where requests are told apart for the sake of fairness.
 
 A tenant, or a key, where keys are set; else where the request comes from, as a trusted proxy says. Behind any other all
-clients are one payer.
+clients are one client.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import ipaddress
 from contextvars import ContextVar
 
 NOBODY = ""  # the server itself
-PAYER: ContextVar[str] = ContextVar("payer", default=NOBODY)
+CLIENT: ContextVar[str] = ContextVar("client", default=NOBODY)
 
 
-def payer_of(name: str, address: str) -> str:
-    """A short text that is the same for all requests of one payer. name: the tenant's or the key's, "" without keys."""
+def client_of(name: str, address: str) -> str:
+    """The identity that all requests of one client share. name: the tenant's or the key's, "" without keys."""
     return name or network_of(address)
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from adapters.isolation.bounded_child import BoundedChild, excess_of, serve
-from service.fairness.client_identity import NOBODY, PAYER
+from service.fairness.client_identity import CLIENT, NOBODY
 from service.fairness.fair_cache import FairCache
 from service.fairness.thread_pool import FairPool
 from service.grammars.constraints import Constraint, ConstraintError, grammar_of
@@ -41,7 +41,7 @@ _LAZY_MODULES = ("llguidance.gbnf_to_lark", "service.grammars.matching", "servic
 
 
 class GrammarTrial(BoundedChild):
-    """Tries one grammar at a time, of each payer in turn, and remembers which were good, of each its own (`FairCache`).
+    """Tries one grammar at a time, clients in turn, and caches the good ones for each client (`FairCache`).
 
     max_seconds  of processor time that one may take
     """
@@ -57,17 +57,17 @@ class GrammarTrial(BoundedChild):
         return self._known.get(constraint)
 
     def submit(self, constraint: Constraint) -> Future[str]:
-        """`compile` it when it is the payer's turn."""
-        payer = PAYER.get()
-        return self._pool.submit(payer, functools.partial(self.compile, constraint, payer))
+        """`compile` it when it is the client's turn."""
+        client = CLIENT.get()
+        return self._pool.submit(client, functools.partial(self.compile, constraint, client))
 
     def close(self) -> None:
         """End the child, after the grammar that it has."""
         self._pool.close()
         super().close()
 
-    def compile(self, constraint: Constraint, payer: str = NOBODY) -> str:
-        """The constraint's grammar, serialised, for `Sampling.grammar`, which is remembered as the payer's.
+    def compile(self, constraint: Constraint, client: str = NOBODY) -> str:
+        """The constraint's grammar, serialised, for `Sampling.grammar`, which is remembered as the client's.
         ConstraintError if it is none or takes too much; RuntimeError or OSError if the child cannot work."""
         known = self._known.get(constraint)
         if known is not None:
@@ -83,7 +83,7 @@ class GrammarTrial(BoundedChild):
         if "error" in answer:
             raise ConstraintError(answer["error"])
         grammar = str(answer["grammar"])
-        self._known.put(constraint, grammar, payer, _ENTRY_BYTES + len(grammar) + len(constraint.text))
+        self._known.put(constraint, grammar, client, _ENTRY_BYTES + len(grammar) + len(constraint.text))
         return grammar
 
 

@@ -165,7 +165,7 @@ def make_server(app: Any, settings: Settings) -> Any:
 
     from service.api.http.connection_limits import ConnectionShares
     from service.api.http.protocol import Protocol
-    from service.api.http.read_scheduler import ReadingTurns
+    from service.api.http.read_scheduler import ReadScheduler
 
     def count(status: int) -> None:
         app.state.services.metrics.http_requests.labels("other", "unknown", str(status)).inc()
@@ -173,7 +173,7 @@ def make_server(app: Any, settings: Settings) -> Any:
     shares = ConnectionShares(settings.max_connections, settings.trusted_proxies)
     config = uvicorn.Config(
         app,
-        http=cast("type[asyncio.Protocol]", partial(Protocol, shares, ReadingTurns(), count)),
+        http=cast("type[asyncio.Protocol]", partial(Protocol, shares, ReadScheduler(), count)),
         log_config=None,
         access_log=False,
         backlog=_ACCEPTED_PER_PASS,  # which asyncio takes for both

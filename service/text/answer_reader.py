@@ -24,7 +24,7 @@ Said = str | Thought | Call | Begun | Arguments
 
 
 @dataclass(frozen=True)
-class Reading:
+class ParserConfig:
     """How the text of an answer is to be read. The default: as it is.
 
     calls             the format of tool calls to look for; None: none
@@ -45,7 +45,7 @@ class Reading:
     seen_ids: frozenset[int] = frozenset()
 
 
-PLAIN = Reading()
+PLAIN = ParserConfig()
 
 
 class AnswerReader:
@@ -54,7 +54,7 @@ class AnswerReader:
     in_pieces  whether calls are given out as they are written, and not when they are whole
     """
 
-    def __init__(self, reading: Reading, *, in_pieces: bool = False) -> None:
+    def __init__(self, reading: ParserConfig, *, in_pieces: bool = False) -> None:
         self._reading = reading
         self._thoughts = _Thoughts(is_thinking=reading.is_thinking) if reading.thinks else None
         self._calls = _Calls(reading.calls, reading, in_pieces) if reading.calls else None
@@ -186,7 +186,7 @@ _BLANKS = "".join(filter(str.isspace, map(chr, range(0x3001))))
 class _Calls:
     """A parser, without the blanks and separators around its calls. They wait as they came, as those of thoughts do."""
 
-    def __init__(self, form: CallFormat, reading: Reading, in_pieces: bool) -> None:
+    def __init__(self, form: CallFormat, reading: ParserConfig, in_pieces: bool) -> None:
         self._parser: CallParser = form.parser(reading.tools, in_pieces)
         self._separators, self._marks = form.separators, form.marks
         self._must_call = reading.must_call

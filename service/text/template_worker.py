@@ -24,7 +24,7 @@ from typing import Any, Protocol, TypeVar
 from jinja2.exceptions import SecurityError
 
 from adapters.isolation.bounded_child import BoundedChild, excess_of, serve
-from service.fairness.client_identity import PAYER
+from service.fairness.client_identity import CLIENT
 from service.fairness.thread_pool import FairPool
 from service.text.chat_template import ChatTemplate
 from service.text.template_sandbox import TemplateError
@@ -94,7 +94,7 @@ class TemplateWorker(BoundedChild):
 
 class TemplateWorkers:
     """A few such children, each with a thread of its own, where requests wait for their turn: those who wait hold up no
-    thread that uploads or other chats need. No payer has all of them."""
+    thread that uploads or other chats need. No client has all of them."""
 
     def __init__(self, num_workers: int = NUM_WORKERS, max_seconds: float = MAX_SECONDS) -> None:
         self._max_seconds = max_seconds
@@ -103,11 +103,11 @@ class TemplateWorkers:
         self._pool = FairPool(num_workers, "adapter-template", self._add_worker)
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Run `work`, which may `render`, when it is the payer's turn."""
-        return self._pool.submit(PAYER.get(), work)
+        """Run `work`, which may `render`, when it is the client's turn."""
+        return self._pool.submit(CLIENT.get(), work)
 
     def render(self, job: Mapping[str, Any]) -> str:
-        """As `TemplateWorker.render`. Elsewhere than in `submit`'s work it waits for the payer's turn."""
+        """As `TemplateWorker.render`. Elsewhere than in `submit`'s work it waits for the client's turn."""
         worker: TemplateWorker | None = getattr(self._of_thread, "worker", None)
         if worker is None:
             return self.submit(lambda: self.render(job)).result()

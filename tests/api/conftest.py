@@ -48,7 +48,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
 def server(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Without keys, with room for everything a test may want."""
     settings = {"model_name": BASE, "preload_adapters_dir": checkpoints.adapters, "log_format": "json"}
-    settings |= {"refusal_lines_per_minute": 1_000_000}  # the tests are one payer, and look for lines
+    settings |= {"refusal_lines_per_minute": 1_000_000}  # the tests are one client, and look for lines
     with running_server(checkpoints.base, tmp_path_factory.mktemp("server"), **settings) as running:
         yield running
 

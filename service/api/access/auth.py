@@ -108,7 +108,7 @@ class Access:
             return "admin"  # they tell of all tenants
         return route.need
 
-    def payer_name(self, caller: Caller | None) -> str:
+    def client_name(self, caller: Caller | None) -> str:
         """Who pays for a request: the tenant where there may be several, else the key; "" where nobody needs one."""
         if caller is None or not self._tenants.need_keys:
             return ""

@@ -39,7 +39,7 @@ from service.api.threads import in_turn
 from service.api.uploads.multipart import UploadQuery, in_upload_thread
 from service.api.uploads.receive import receive_upload
 from service.engine.ipc.messages import Tier
-from service.fairness.client_identity import PAYER
+from service.fairness.client_identity import CLIENT
 from service.logs import audit
 
 router = APIRouter(tags=["adapters"])
@@ -83,7 +83,7 @@ async def take_upload(
     announced = int(request.headers.get("content-length", 0))
     with services.uploading() as place, ExitStack() as held:
         declared = min(announced, store.limits.max_upload_bytes)
-        upload = await in_upload_thread(store.begin, declared_bytes=declared, owner=PAYER.get())
+        upload = await in_upload_thread(store.begin, declared_bytes=declared, owner=CLIENT.get())
         if query.without_tokenizer:
             upload.leave_tokenizer_out()
         try:

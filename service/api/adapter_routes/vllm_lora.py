@@ -27,7 +27,7 @@ from service.api.schema.query import no_query
 from service.api.schema.requests import LoadLoraRequest, UnloadLoraRequest
 from service.api.state import Services, services_of
 from service.api.uploads.multipart import in_upload_thread
-from service.fairness.client_identity import PAYER
+from service.fairness.client_identity import CLIENT
 
 
 class _Route(APIRoute):
@@ -141,7 +141,7 @@ def load_directory(
             "set 'load_inplace' to True.",
             param="lora_name",
         )
-    with namespace.store.begin(owner=PAYER.get()) as upload:
+    with namespace.store.begin(owner=CLIENT.get()) as upload:
         try:
             upload.add_directory(path, root)
         except OSError as error:

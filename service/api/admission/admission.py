@@ -8,14 +8,14 @@ from functools import partial
 from typing import Protocol
 
 from service.api.admission.grammar import requested_grammar
-from service.api.admission.model_resolution import Target, resolve
+from service.api.admission.model_resolution import ResolvedModel, resolve
 from service.api.admission.prompts import request_prompts, truncated
-from service.api.admission.queue_slots import enter, leave, num_sequences, payer_of_places
+from service.api.admission.queue_slots import client_of_places, enter, leave, num_sequences
 from service.api.admission.sampling import stop_strings
-from service.api.admission.sequences import Plan, plan_sequences
+from service.api.admission.sequences import PlannedSequence, plan_sequences
 from service.api.admission.token_lists import num_list_chars, token_lists
 from service.api.errors import BadRequest
-from service.api.run_in_thread import off_loop
+from service.api.run_in_thread import run_in_thread
 from service.api.schema.requests import ChatRequest, CompletionRequest
 from service.api.state import Services
 from service.tenants.limits import Charge, Tenant
@@ -27,17 +27,17 @@ _STOP_CHARS = 10
 
 
 class Held(Protocol):
-    """What a `Job` runs and gives back."""
+    """What a `GenerationJob` runs and gives back."""
 
     @property
     def tenant(self) -> Tenant: ...
     @property
-    def target(self) -> Target: ...
+    def target(self) -> ResolvedModel: ...
 
     @property
-    def plans(self) -> list[Plan]: ...
+    def plans(self) -> list[PlannedSequence]: ...
 
-    def end_one(self, plan: Plan, num_generated: int) -> None:
+    def end_one(self, plan: PlannedSequence, num_generated: int) -> None:
         """The plan's sequence has ended, after so many tokens."""
 
     def release(self) -> None:
@@ -46,18 +46,18 @@ class Held(Protocol):
 
 @dataclass
 class Admitted:
-    """A request that can be served: hand it to a `Job`, or `release` it. It has a place in the queue for each plan that
-    has not ended, and the adapter as long as there is one.
+    """A request that can be served: hand it to a `GenerationJob`, or `release` it. It holds a place in the queue for
+    each planned sequence that has not ended, and the adapter until the last has.
 
-    payer   who has the places in the queue, see `payer_of_places`; of a batch that of its first item
+    client   who has the places in the queue, see `client_of_places`; of a batch that of its first item
     charge  the tokens of all plans, taken from what the tenant may have in a minute
     """
 
     services: Services
     tenant: Tenant
-    target: Target
-    plans: list[Plan]
-    payer: str
+    target: ResolvedModel
+    plans: list[PlannedSequence]
+    client: str
     charge: Charge
     num_open: int = field(init=False)
     _num_unspent: int = field(init=False)
@@ -66,7 +66,7 @@ class Admitted:
         self.num_open = len(self.plans)
         self._num_unspent = sum(plan.most_tokens for plan in self.plans)
 
-    def end_one(self, plan: Plan, num_generated: int) -> None:
+    def end_one(self, plan: PlannedSequence, num_generated: int) -> None:
         """A sequence has ended: give its place back and the tokens that it has not generated, and the adapter with the
         last of them."""
         self._num_unspent -= plan.most_tokens
@@ -80,7 +80,7 @@ class Admitted:
     def _give_back(self, num_places: int, num_tokens: int) -> None:
         self.num_open -= num_places
         assert self.num_open >= 0, "a sequence has ended twice"
-        leave(self.services, self.tenant, num_places, self.payer)
+        leave(self.services, self.tenant, num_places, self.client)
         self.tenant.give_back_tokens(self.charge, num_tokens)
         if not self.num_open:
             self.target.release()
@@ -92,41 +92,41 @@ async def admit(
     request: CompletionRequest | ChatRequest,
     *,
     has_places: bool = False,
-    payer: str = "",
+    client: str = "",
 ) -> Admitted:
     """Everything about a request that can be checked before it runs. ApiError and LimitReached leave nothing behind.
 
     The places in the queue are taken before any text is looked at, so that no more requests than fit in it cost
-    anything. With `has_places` the caller has taken them (`num_sequences`) for `payer`; they are this request's from
+    anything. With `has_places` the caller has taken them (`num_sequences`) for `client`; they are this request's from
     now on.
     """
     tenant = caller.tenant
     places = num_sequences(services, tenant, request) if has_places else 0
-    target: Target | None = None
+    target: ResolvedModel | None = None
     try:
         ready = services.require_ready()
         target = resolve(services, caller, request.model, request.adapter_id)
         if not has_places:
-            wanted, payer = num_sequences(services, tenant, request), payer_of_places(services, tenant, target.name)
-            enter(services, tenant, wanted, payer)
+            wanted, client = num_sequences(services, tenant, request), client_of_places(services, tenant, target.name)
+            enter(services, tenant, wanted, client)
             places = wanted
         prompts = await request_prompts(services, ready, target, request)
         kept = [truncated(services, ready, request, prompt) for prompt in prompts]
         stop = await _stop_automaton(request)
-        lists = await off_loop(
+        lists = await run_in_thread(
             partial(token_lists, request, services.tokenizer, ready.vocab_size), size_chars=num_list_chars(request)
         )
         grammar = await requested_grammar(services, request, kept[0].reading)
         plans = plan_sequences(services, ready, target, request, kept, stop, lists, grammar)
-        return Admitted(services, tenant, target, plans, payer, charged(tenant, plans))
+        return Admitted(services, tenant, target, plans, client, charged(tenant, plans))
     except BaseException:
-        leave(services, tenant, places, payer)
+        leave(services, tenant, places, client)
         if target is not None:
             target.release()
         raise
 
 
-def charged(tenant: Tenant, plans: Sequence[Plan]) -> Charge:
+def charged(tenant: Tenant, plans: Sequence[PlannedSequence]) -> Charge:
     """The tokens that the sequences may take, taken. BadRequest if the tenant may never have so many at once."""
     num_tokens = sum(plan.most_tokens for plan in plans)
     limit = tenant.limits.tokens_per_minute
@@ -142,4 +142,4 @@ def charged(tenant: Tenant, plans: Sequence[Plan]) -> Charge:
 async def _stop_automaton(request: CompletionRequest | ChatRequest) -> StopAutomaton:
     """The stop strings, ready to be looked for; of all sequences of the request."""
     stop = stop_strings(request)
-    return await off_loop(partial(StopAutomaton, stop), size_chars=_STOP_CHARS * sum(map(len, stop)))
+    return await run_in_thread(partial(StopAutomaton, stop), size_chars=_STOP_CHARS * sum(map(len, stop)))

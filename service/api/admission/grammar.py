@@ -11,7 +11,7 @@ from typing import Any
 from service.api.admission.parsers import is_format_idle, shown_tools
 from service.api.admission.tool_grammars import chat_constraint
 from service.api.errors import BadRequest
-from service.api.run_in_thread import off_loop
+from service.api.run_in_thread import run_in_thread
 from service.api.schema.requests import ChatRequest, Generation
 from service.api.schema.response_formats import (
     JsonObjectFormat,
@@ -29,13 +29,13 @@ from service.grammars.constraints import (
     tag_constraint,
     text_constraint,
 )
-from service.text.answer_reader import Reading
+from service.text.answer_reader import ParserConfig
 
 _JSON_OBJECT = {"type": "object"}
 _Makes = Callable[[], Constraint | None]
 
 
-async def requested_grammar(services: Services, request: Generation, reading: Reading) -> str | None:
+async def requested_grammar(services: Services, request: Generation, reading: ParserConfig) -> str | None:
     """The grammar that the request's answers must follow, which are read so; None if they are free. BadRequest for one
     that cannot be followed, or takes too much, or for several."""
     said = request.closes_objects
@@ -50,7 +50,7 @@ async def requested_grammar(services: Services, request: Generation, reading: Re
         if isinstance(request, ChatRequest):
             special_ids = services.tokenizer.special_id_of
             work = partial(chat_constraint, request, reading, constraint, special_ids, closes_objects=closes_objects)
-            constraint = await off_loop(work, size_chars=tools_chars(shown_tools(request)))
+            constraint = await run_in_thread(work, size_chars=tools_chars(shown_tools(request)))
     except ConstraintError as error:
         raise bad_constraint(error, field) from error
     return None if constraint is None else await compiled(services, constraint, field)

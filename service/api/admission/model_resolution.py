@@ -15,7 +15,7 @@ from service.tenants.tenants import Caller
 
 
 @dataclass(frozen=True)
-class Target:
+class ResolvedModel:
     """What a request's names stand for: the base (no lease) or one adapter's digest, held until `release`.
 
     name        the base's, or the store's name of the adapter
@@ -88,12 +88,12 @@ def resolve_name(services: Services, model: str | None, adapter_id: str | None =
     return named
 
 
-def resolve(services: Services, caller: Caller, model: str | None, adapter_id: str | None = None) -> Target:
+def resolve(services: Services, caller: Caller, model: str | None, adapter_id: str | None = None) -> ResolvedModel:
     """Names to a digest, with a lease on it. UnknownModel if there is no such adapter for the caller, or none at all:
     LoRA is off."""
     name = resolve_name(services, model, adapter_id)
     if name is None:
-        return Target(services.settings.base_name, None, services.settings.base_name)
+        return ResolvedModel(services.settings.base_name, None, services.settings.base_name)
     param = "adapter_id" if adapter_id else "model"
     unknown = f"The model `{quoted(adapter_id or model or name)}` does not exist"
     if services.store is None:
@@ -108,6 +108,6 @@ def resolve(services: Services, caller: Caller, model: str | None, adapter_id: s
         full_name = lease.record.name
         # Where there are several tenants none of them can have all turns.
         turn = f"{caller.tenant.name}/" if services.tenants.has_file else lease.record.digest
-        return Target(full_name, lease, namespace.shown_name(full_name), turn)
+        return ResolvedModel(full_name, lease, namespace.shown_name(full_name), turn)
     except store_errors.NotFound:
         raise UnknownModel(f"{unknown}; GET /v1/models lists what does.", param=param) from None

@@ -10,7 +10,7 @@ from service.api.errors import BadRequest, quoted
 from service.api.schema.requests import ChatRequest, TokenizeRequest
 from service.api.schema.tools import NamedTool, OtherTool, Tool, callable_tools, functions_of, may_skip_calls
 from service.api.state import Services
-from service.text.answer_reader import END_OF_THOUGHT, THINK, Reading
+from service.text.answer_reader import END_OF_THOUGHT, THINK, ParserConfig
 from service.text.calls.formats import FORMATS, GENERIC, CallFormat, format_of_template
 from service.text.chat_template import ChatTemplate
 from service.text.generic_tools import has_calls
@@ -119,7 +119,9 @@ def _not_taken(field: str, value: str) -> BadRequest:
     )
 
 
-def reading_of(services: Services, request: ChatRequest, source: str, prompt: str, *, writes_tools: bool) -> Reading:
+def reading_of(
+    services: Services, request: ChatRequest, source: str, prompt: str, *, writes_tools: bool
+) -> ParserConfig:
     """What to look for in the answers to `prompt`, which a template of this source has made, with tools written into
     texts if `writes_tools`. BadRequest for tools whose calls could not be told from text."""
     tools = shown_tools(request)
@@ -128,7 +130,7 @@ def reading_of(services: Services, request: ChatRequest, source: str, prompt: st
     marks = (*(form.marks if form is not None else ()), *((THINK, END_OF_THOUGHT) if thinks else ()))
     ids = {services.tokenizer.token_id(mark) for mark in marks}
     one = request.parallel_tool_calls is False or isinstance(request.tool_choice, NamedTool)
-    return Reading(
+    return ParserConfig(
         calls=form,
         tools={tool.function.name: tool.schema_of_arguments for tool in callable_tools(tools, request.tool_choice)},
         max_calls=1 if one else None,

@@ -9,7 +9,7 @@ from typing import Any
 
 from adapters.files.paths import DEFAULT_TEMPLATE
 from service.api.admission.lengths import refuse_hopeless, wanted_tokens
-from service.api.admission.model_resolution import Target
+from service.api.admission.model_resolution import ResolvedModel
 from service.api.admission.parsers import (
     is_effort_idle,
     left_out,
@@ -20,13 +20,13 @@ from service.api.admission.parsers import (
 )
 from service.api.errors import BadRequest, quoted
 from service.api.http.json_body import check_inner_counts
-from service.api.run_in_thread import LONG_TEXT_CHARS, off_loop
+from service.api.run_in_thread import LONG_TEXT_CHARS, run_in_thread
 from service.api.schema.requests import ChatRequest, CompletionRequest, TokenizeRequest
 from service.api.schema.tools import tools_chars
 from service.api.state import Services
 from service.engine.ipc.messages import Ready
 from service.grammars.json_size import each_value
-from service.text.answer_reader import PLAIN, Reading
+from service.text.answer_reader import PLAIN, ParserConfig
 from service.text.chat_template import RESERVED_VARIABLES, ChatTemplate, chosen_name
 from service.text.template_sandbox import TemplateError
 from service.text.template_worker import AdapterTemplate, LimitError
@@ -45,12 +45,12 @@ class Prompt:
 
     token_ids: tuple[int, ...]
     text: str
-    reading: Reading = PLAIN
+    reading: ParserConfig = PLAIN
     left_out: tuple[str, ...] = ()
 
 
 async def request_prompts(
-    services: Services, ready: Ready, target: Target, request: CompletionRequest | ChatRequest
+    services: Services, ready: Ready, target: ResolvedModel, request: CompletionRequest | ChatRequest
 ) -> list[Prompt]:
     if isinstance(request, CompletionRequest):
         return await completion_prompts(services, ready, request)
@@ -77,7 +77,7 @@ def truncated(services: Services, ready: Ready, request: CompletionRequest | Cha
 
 
 def _cost_chars(variables: Any) -> int:
-    """About the characters of plain data as text, or enough of them for `off_loop` to leave the loop."""
+    """About the characters of plain data as text, or enough of them for `run_in_thread` to leave the loop."""
     num_chars = 0
     for one in each_value(variables):
         num_chars += len(one) if isinstance(one, str) else _VALUE_CHARS
@@ -86,13 +86,13 @@ def _cost_chars(variables: Any) -> int:
     return num_chars
 
 
-def special_tokens_of(services: Services, target: Target) -> dict[str, str]:
+def special_tokens_of(services: Services, target: ResolvedModel) -> dict[str, str]:
     """The special tokens that a model's chat templates see: the base's, or what an adapter has in their place."""
     tokens = {**services.tokenizer.special_tokens, **target.changed_tokens}
     return {name: text for name, text in tokens.items() if text is not None}
 
 
-def templates_of(services: Services, target: Target) -> dict[str, ChatTemplate | AdapterTemplate]:
+def templates_of(services: Services, target: ResolvedModel) -> dict[str, ChatTemplate | AdapterTemplate]:
     """The chat templates of a model by name: those that an adapter ships, and of the base all if it ships none, or else
     the usual one where it has none of its own. Reads files."""
     tokens, own = special_tokens_of(services, target), dict[str, ChatTemplate | AdapterTemplate]()
@@ -105,7 +105,7 @@ def templates_of(services: Services, target: Target) -> dict[str, ChatTemplate |
 
 
 def _required_template(
-    services: Services, target: Target, asked: str | None, *, has_tools: bool
+    services: Services, target: ResolvedModel, asked: str | None, *, has_tools: bool
 ) -> ChatTemplate | AdapterTemplate:
     """The chat template of a request that asks for one by name, or for none. BadRequest if there is no such one."""
     templates = templates_of(services, target)
@@ -122,7 +122,7 @@ def _required_template(
     )
 
 
-async def chat_prompt(services: Services, target: Target, request: ChatRequest | TokenizeRequest) -> Prompt:
+async def chat_prompt(services: Services, target: ResolvedModel, request: ChatRequest | TokenizeRequest) -> Prompt:
     """The request's messages, which it must have, through the chat template to tokens."""
     messages, given = request.messages, request.chat_template_kwargs
     assert messages is not None, "a request without messages has no chat"
@@ -134,7 +134,7 @@ async def chat_prompt(services: Services, target: Target, request: ChatRequest |
 
     tools = shown_tools(request)
 
-    def render() -> tuple[str, Reading, tuple[str, ...]]:
+    def render() -> tuple[str, ParserConfig, tuple[str, ...]]:
         check_inner_counts([text for message in messages for text in message.json_texts])
         plain = [message.for_template() for message in messages]
         template = _required_template(services, target, request.chat_template_name, has_tools=bool(tools))
@@ -162,7 +162,7 @@ async def chat_prompt(services: Services, target: Target, request: ChatRequest |
         reading = reading_of(services, request, template.source, text, writes_tools=writes_tools)
         return text, reading, tuple(names)
 
-    def encode(text: str, reading: Reading, names: tuple[str, ...]) -> Prompt:
+    def encode(text: str, reading: ParserConfig, names: tuple[str, ...]) -> Prompt:
         refuse_hopeless(services, request, text, "messages")
         prompt = encoded(services, text, special=bool(request.add_special_tokens))
         return replace(prompt, reading=reading, left_out=names)
@@ -170,9 +170,9 @@ async def chat_prompt(services: Services, target: Target, request: ChatRequest |
     if target.has_template:
         async with services.template_turn(target.turn):
             rendered = await asyncio.wrap_future(services.template_workers.submit(render))
-        return await off_loop(lambda: encode(*rendered), size_chars=len(rendered[0]))
+        return await run_in_thread(lambda: encode(*rendered), size_chars=len(rendered[0]))
     size_chars = sum(_MESSAGE_CHARS + message.num_chars for message in messages) + tools_chars(tools)
-    return await off_loop(lambda: encode(*render()), size_chars=size_chars + _cost_chars(given))
+    return await run_in_thread(lambda: encode(*render()), size_chars=size_chars + _cost_chars(given))
 
 
 def _first_rendered(
@@ -209,7 +209,7 @@ async def completion_prompts(services: Services, ready: Ready, request: Completi
     def work() -> list[Prompt]:
         return [_completion_prompt(services, ready, text, special=special, echo=bool(request.echo)) for text in texts]
 
-    return await off_loop(work, size_chars=sum(len(text) for text in texts))
+    return await run_in_thread(work, size_chars=sum(len(text) for text in texts))
 
 
 def raw_prompts(request: CompletionRequest) -> list[str | list[int]]:

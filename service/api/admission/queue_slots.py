@@ -9,24 +9,24 @@ from service.api.state import Services
 from service.tenants.limits import Tenant
 
 
-def payer_of_places(services: Services, tenant: Tenant, model: str) -> str:
+def client_of_places(services: Services, tenant: Tenant, model: str) -> str:
     """Among whom places in the queue are shared: tenants, and models where there are none."""
     return tenant.name if services.tenants.has_file else model
 
 
-def enter(services: Services, tenant: Tenant, num_sequences: int, payer: str) -> None:
+def enter(services: Services, tenant: Tenant, num_sequences: int, client: str) -> None:
     """Take places for a tenant's sequences. LimitReached, QueueFull if it may not have all, or not all are free."""
     tenant.enter(num_sequences)
     try:
-        services.gate.enter(num_sequences, payer)
+        services.gate.enter(num_sequences, client)
     except QueueFull:
         tenant.leave(num_sequences)
         raise
 
 
-def leave(services: Services, tenant: Tenant, num_sequences: int, payer: str) -> None:
+def leave(services: Services, tenant: Tenant, num_sequences: int, client: str) -> None:
     """Give places of a tenant's sequences back."""
-    services.gate.leave(num_sequences, payer)
+    services.gate.leave(num_sequences, client)
     tenant.leave(num_sequences)
 
 

@@ -10,7 +10,7 @@ from uuid import uuid4
 import msgspec
 
 from service.api.admission.lengths import checked_max_tokens
-from service.api.admission.model_resolution import Target
+from service.api.admission.model_resolution import ResolvedModel
 from service.api.admission.prompts import Prompt
 from service.api.admission.sampling import build_sampling, seed_of_choice
 from service.api.admission.token_lists import TokenLists
@@ -22,7 +22,7 @@ from service.text.stop_strings import StopAutomaton
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlannedSequence:
     """One sequence to run: `sampling.seed` is already this choice's own. `include_stop`: what ends the answer, a stop
     string or an end token's text, is part of it. `pooling`: the prompt's hidden states are wanted, and no answer."""
 
@@ -43,13 +43,13 @@ class Plan:
 def plan_sequences(
     services: Services,
     ready: Ready,
-    target: Target,
+    target: ResolvedModel,
     request: CompletionRequest | ChatRequest,
     prompts: Sequence[Prompt],
     stop: StopAutomaton,
     lists: TokenLists,
     grammar: str | None = None,
-) -> list[Plan]:
+) -> list[PlannedSequence]:
     """`n` sequences for each prompt, in order of the choices' index. BadRequest if one could never be served."""
     plans = []
     for prompt in prompts:
@@ -67,7 +67,7 @@ def plan_sequences(
         )
         for index in range(request.n or 1):
             plans.append(
-                Plan(
+                PlannedSequence(
                     request_id=uuid4().hex,
                     prompt=prompt,
                     sampling=_replace_seed(sampling, seed_of_choice(request.seed, index)),
@@ -82,7 +82,7 @@ def plan_sequences(
     return plans
 
 
-def num_logprobs(plans: Sequence[Plan], *, with_answers: bool) -> int:
+def num_logprobs(plans: Sequence[PlannedSequence], *, with_answers: bool) -> int:
     """Log probabilities, alternatives included, that the sequences ask for: of prompts, and of answers that are as long
     as they may be. What there is of them is counted again as it comes (`service.api.logprob_budget`)."""
     num = 0

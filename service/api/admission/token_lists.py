@@ -33,7 +33,7 @@ class TokenLists:
 
 
 def num_list_chars(request: Generation) -> int:
-    """About the characters that `token_lists` has to handle, for `off_loop`."""
+    """About the characters that `token_lists` has to handle, for `run_in_thread`."""
     return len(request.allowed_token_ids or ()) + 2 * sum(map(len, request.bad_words or ()))
 
 

@@ -11,12 +11,12 @@ from service.api.schema.requests import ChatRequest
 from service.api.schema.tools import AllowedToolsChoice, callable_tools, may_skip_calls
 from service.grammars.constraints import Constraint, text_constraint
 from service.grammars.tool_calls import Beside, lark_of_calls, lark_of_thoughts
-from service.text.answer_reader import Reading
+from service.text.answer_reader import ParserConfig
 
 
 def chat_constraint(
     request: ChatRequest,
-    reading: Reading,
+    reading: ParserConfig,
     answer: Constraint | None,
     special_ids: Mapping[str, int],
     *,

@@ -24,7 +24,7 @@ from service.api.http.json_body import BodyBudget
 from service.api.http.sse import JsonResponse
 from service.api.metrics.metrics import Metrics
 from service.api.schema.query import without_inert
-from service.fairness.client_identity import NOBODY, PAYER, payer_of
+from service.fairness.client_identity import CLIENT, NOBODY, client_of
 from service.logs import LOGGER, REFUSAL_LINES, REQUEST_LOGGER
 from service.tenants.tenants import Caller
 
@@ -79,7 +79,7 @@ class EntryMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        visit = _Visit(scope, receive, send, self._budget)
+        visit = _RequestScope(scope, receive, send, self._budget)
         # A HEAD is answered as the GET that it asks about, but for the body, which the HTTP server leaves out.
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
         inner = {**scope, "method": method, "query_string": without_inert(scope["query_string"])}
@@ -101,30 +101,30 @@ class EntryMiddleware:
             visit.forget_body()
             self._write_down(scope["method"], inner, visit)
 
-    async def _pass(self, scope: Scope, visit: _Visit) -> None:
+    async def _pass(self, scope: Scope, visit: _RequestScope) -> None:
         client = scope.get("client")
         address = client[0] if client else ""
-        PAYER.set(payer_of("", address))  # of a refusal for want of a key
+        CLIENT.set(client_of("", address))  # of a refusal for want of a key
         if (connection := scope.get("multilora.connection")) is not None:  # there is none in tests
-            await connection.turn(PAYER.get())
+            await connection.turn(CLIENT.get())
         await self._access.refresh(scope["method"], scope["path"])
         caller = self._access.check(scope["method"], scope["path"], visit.headers)
         scope["multilora.caller"] = visit.caller = caller
-        name = self._access.payer_name(caller)
-        PAYER.set(payer_of(name, address))
+        name = self._access.client_name(caller)
+        CLIENT.set(client_of(name, address))
         if connection is not None:
-            connection.is_paid_by(PAYER.get())
+            connection.is_paid_by(CLIENT.get())
             if name:
                 connection.belong_to(name)
         visit.limit_body(self._body_rule(scope["method"], scope["path"]))
         await self._app(scope, visit.receive, visit.send)
 
-    def _write_down(self, sent_method: str, scope: Scope, visit: _Visit) -> None:
+    def _write_down(self, sent_method: str, scope: Scope, visit: _RequestScope) -> None:
         status = visit.status if visit.status is not None else CLIENT_GONE
         route = getattr(scope.get("route"), "path", "unknown")
         method = sent_method if sent_method in METHODS else "other"  # clients may invent methods without end
         self._metrics.http_requests.labels(method, route, str(status)).inc()
-        if 400 <= status < CLIENT_GONE and not REFUSAL_LINES.may_write(PAYER.get()):
+        if 400 <= status < CLIENT_GONE and not REFUSAL_LINES.may_write(CLIENT.get()):
             return
         fields = {
             "method": quoted(sent_method),
@@ -139,14 +139,14 @@ class EntryMiddleware:
         REQUEST_LOGGER.log(level, "request", extra={"fields": fields})
 
 
-class _Visit:
+class _RequestScope:
     """One request: counts the bytes that come, remembers the status that goes."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, budget: BodyBudget) -> None:
         self._receive = receive
         self._send = send
         self._budget = budget
-        self._rule, self._payer = BodyRule(0), NOBODY
+        self._rule, self._client = BodyRule(0), NOBODY
         self._num_bytes = self._num_buffered = 0
         self._body_complete = False
         self.headers = Headers(scope=scope)
@@ -170,7 +170,7 @@ class _Visit:
         """BodyTooLarge if the announced size is above the rule's; `receive` raises it if more comes than was announced,
         and QueueFull if all bodies together are too large to be held. BadRequest for one that is compressed, and for an
         announced size that is no number, which a server before the application need not refuse."""
-        self._rule, self._payer = rule, PAYER.get()
+        self._rule, self._client = rule, CLIENT.get()
         encoding = self.headers.get("content-encoding", "")
         if encoding.lower() not in ("", "identity") and _announces_body(self.headers):
             raise BadRequest(
@@ -192,13 +192,13 @@ class _Visit:
             if self._num_bytes > limit:
                 raise BodyTooLarge(f"The body has more than the {limit} bytes that this server takes here.")
             if self._rule.is_buffered:
-                self._budget.take(self._payer, num_bytes)
+                self._budget.take(self._client, num_bytes)
                 self._num_buffered += num_bytes
         return message
 
     def forget_body(self) -> None:
         """What has been read of the body is not held any more."""
-        self._budget.give_back(self._payer, self._num_buffered)
+        self._budget.give_back(self._client, self._num_buffered)
         self._num_buffered = 0
 
     async def send(self, message: Message) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import Request
 
 from service.api.errors import error_body
-from service.api.generation.job import Job
+from service.api.generation.job import GenerationJob
 
 _MAX_ERROR_CHARS = 500
 _MAX_LEFT_OUT_CHARS = 1000
@@ -22,7 +22,7 @@ class RequestNotes:
 
     def __init__(self) -> None:
         self.fields: dict[str, Any] = {}
-        self.jobs: list[Job] = []
+        self.jobs: list[GenerationJob] = []
         self._left_out: list[str] = []
 
     def failed(self, error: Exception) -> None:
@@ -74,7 +74,7 @@ def note(request: Request, **fields: Any) -> None:
     notes_of(request).fields.update(fields)
 
 
-def note_job(request: Request, job: Job, names: Mapping[str, str] = MappingProxyType({})) -> None:
+def note_job(request: Request, job: GenerationJob, names: Mapping[str, str] = MappingProxyType({})) -> None:
     """Add a generating job to the log line: who answers, whichever field named it, and what is left out, of
     which the client calls some by other `names`."""
     notes = notes_of(request)

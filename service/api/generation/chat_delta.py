@@ -5,24 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from service.text.answer_reader import AnswerReader, Reading, Thought
+from service.text.answer_reader import AnswerReader, ParserConfig, Thought
 from service.text.calls.call_parser import Arguments, Begun, Call
 
 
-class Speaker:
+class ChatFormatter:
     """One choice of a chat.
 
     in_pieces          whether calls are told as they are written: for `deltas`
     includes_thoughts  whether they are sent
-    is_told            whether the request names the tool to be called
+    names_tool            whether the request names the tool to be called
     """
 
     def __init__(
-        self, reading: Reading, *, in_pieces: bool = False, includes_thoughts: bool = True, is_told: bool = False
+        self,
+        reading: ParserConfig,
+        *,
+        in_pieces: bool = False,
+        includes_thoughts: bool = True,
+        names_tool: bool = False,
     ) -> None:
         self._format = reading.calls
         self._reader = AnswerReader(reading, in_pieces=in_pieces)
-        self._includes_thoughts, self._is_told = includes_thoughts, is_told
+        self._includes_thoughts, self._is_told = includes_thoughts, names_tool
         self._num_calls = 0
         self._num_thought = 0
         self._offsets: list[int] = []  # of tokens of which it is not certain yet whether they are thoughts

@@ -9,14 +9,14 @@ from functools import partial
 from adapters.files.manifest import AdapterRecord
 from adapters.files.paths import without_root
 from service.api.admission.admission import Held
-from service.api.admission.sequences import Plan
-from service.api.generation.output_chunk import Piece
+from service.api.admission.sequences import PlannedSequence
+from service.api.generation.output_chunk import OutputChunk
 from service.api.generation.sequence import SequenceRun
-from service.api.logprob_budget import HeldLogprobs
+from service.api.logprob_budget import LogprobBudget
 from service.api.state import Services
 
 
-class Job:
+class GenerationJob:
     """The sequences of one request: n for each prompt, in order of the choices' index, all submitted when built.
 
     Takes over the lease and the places in the queue of `admitted`: each place is given back when its sequence ends, the
@@ -34,7 +34,7 @@ class Job:
         self._admitted = admitted
         self._closed = False
         self._logprob_shares = services.logprobs
-        self._logprobs = HeldLogprobs(services.logprobs)
+        self._logprobs = LogprobBudget(services.logprobs)
         # Indices of the runs that have something to take, in the order in which they got it.
         self._fresh: dict[int, None] = {}
         self._listener: Callable[[], object] | None = None
@@ -105,7 +105,7 @@ class Job:
         """From admission to the first token of any sequence."""
         return min((run.timer.first_token_seconds or 0.0 for run in self.runs if run.timer.num_tokens), default=None)
 
-    async def collect(self) -> list[Piece]:
+    async def collect(self) -> list[OutputChunk]:
         """The whole answers. The first failure ends all of them."""
         while not all(run.is_over for run in self.runs) and not any(run.failure for run in self.runs):
             self._ended.clear()
@@ -113,10 +113,10 @@ class Job:
         for run in self.runs:
             if run.failure is not None:
                 raise run.failure
-        return [run.take() or Piece() for run in self.runs]
+        return [run.take() or OutputChunk() for run in self.runs]
 
     @property
-    def is_told(self) -> bool:
+    def is_finished(self) -> bool:
         """Whether `poll` has given the last piece of each sequence."""
         return not self._num_untold
 
@@ -131,7 +131,7 @@ class Job:
         if self._fresh:
             listener()
 
-    def poll(self) -> tuple[int, Piece] | None:
+    def poll(self) -> tuple[int, OutputChunk] | None:
         """(index of the choice, piece) of the sequence that has waited longest, None while there is nothing new.
         Raises as `SequenceRun.take` does."""
         while self._fresh:
@@ -145,7 +145,7 @@ class Job:
 
     def hand_over(self) -> Callable[[], None]:
         """What the whole answer still holds in memory when the job is closed; call it when it has been sent."""
-        held, self._logprobs = self._logprobs, HeldLogprobs(self._logprob_shares)
+        held, self._logprobs = self._logprobs, LogprobBudget(self._logprob_shares)
         return held.release
 
     def close(self, outcome: str = "abort") -> None:
@@ -165,6 +165,6 @@ class Job:
         if self._listener is not None:
             self._listener()
 
-    def _end_one(self, plan: Plan, num_generated: int) -> None:
+    def _end_one(self, plan: PlannedSequence, num_generated: int) -> None:
         self._admitted.end_one(plan, num_generated)
         self._ended.set()

@@ -7,7 +7,7 @@ from typing import Any
 
 from kernels.sampling.scored_token import ScoredToken
 from service.api.admission.prompts import Prompt
-from service.api.generation.output_chunk import Piece
+from service.api.generation.output_chunk import OutputChunk
 from service.api.schema.requests import Generation
 from service.text.detokenizer import detokenizer_of
 from service.text.tokenizer import TextTokenizer
@@ -24,7 +24,7 @@ def token_names(tokenizer: TextTokenizer, request: Generation) -> TokenNames:
     return (lambda token_id: f"token_id:{token_id}") if request.return_tokens_as_token_ids else tokenizer.token_text
 
 
-def completion_logprobs(names: TokenNames, piece: Piece, first_offset: int) -> dict[str, Any]:
+def completion_logprobs(names: TokenNames, piece: OutputChunk, first_offset: int) -> dict[str, Any]:
     """The completions shape for the tokens of a piece; `first_offset` characters stand before the answer."""
     return _columns(names, piece.logprobs, [first_offset + offset for offset in piece.text_offsets])
 
@@ -71,8 +71,8 @@ def first_alternatives(entries: Sequence[ScoredToken | None], num_top: int) -> l
     ]
 
 
-def cost_chars(pieces: Iterable[Piece]) -> int:
-    """What it costs to write the log probabilities of `pieces`, in characters of a text to tokenise (`off_loop`)."""
+def cost_chars(pieces: Iterable[OutputChunk]) -> int:
+    """Cost of writing the log probabilities of `pieces`, as a number of characters to tokenise (`run_in_thread`)."""
     num_lookups = 0
     for piece in pieces:
         entries = (*piece.logprobs, *(piece.prompt_logprobs or ()))
@@ -86,7 +86,7 @@ def join_columns(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any
 
 
 def chat_logprobs(
-    tokenizer: TextTokenizer, names: TokenNames, piece: Piece, *, with_chosen: bool = False
+    tokenizer: TextTokenizer, names: TokenNames, piece: OutputChunk, *, with_chosen: bool = False
 ) -> dict[str, Any]:
     """The chat shape for the tokens of a piece. `with_chosen`: each is among its alternatives, whatever these are."""
     content = []

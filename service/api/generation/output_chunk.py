@@ -10,7 +10,7 @@ import msgspec
 from kernels.sampling.scored_token import ScoredToken
 
 
-class Piece(msgspec.Struct):
+class OutputChunk(msgspec.Struct):
     """What is new of a sequence. Text and tokens need not match: text may wait for the rest of a character.
 
     text_offsets  for each token, the number of characters of the answer before it

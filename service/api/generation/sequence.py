@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from kernels.sampling.scored_token import ScoredToken
-from service.api.admission.model_resolution import Target
-from service.api.admission.sequences import Plan
+from service.api.admission.model_resolution import ResolvedModel
+from service.api.admission.sequences import PlannedSequence
 from service.api.errors import BadRequest, EngineFailed, NotReady
-from service.api.generation.output_chunk import Piece
-from service.api.logprob_budget import HeldLogprobs
+from service.api.generation.output_chunk import OutputChunk
+from service.api.logprob_budget import LogprobBudget
 from service.api.metrics.metrics import SequenceTimer
 from service.api.state import Services
 from service.engine.ipc.messages import Finished, Submit, Tokens
@@ -42,12 +42,12 @@ class SequenceRun:
         self,
         services: Services,
         tenant: Tenant,
-        target: Target,
-        plan: Plan,
+        target: ResolvedModel,
+        plan: PlannedSequence,
         *,
         is_streamed: bool,
         keeps_logprobs: bool,
-        logprobs: HeldLogprobs,
+        logprobs: LogprobBudget,
         on_news: Callable[[], None],
         on_end: Callable[[int], None],
     ) -> None:
@@ -88,7 +88,7 @@ class SequenceRun:
         self._stop, self._has_stop = StopStrings(plan.stop), bool(plan.stop.stop)
         self._num_chars = 0
         # What nobody has taken yet. Its text is joined when it is taken: it may have thousands of parts.
-        self._waiting, self._texts, self._num_waiting, self._has_news = Piece(), list[str](), 0, False
+        self._waiting, self._texts, self._num_waiting, self._has_news = OutputChunk(), list[str](), 0, False
         self._drop_logprobs()
 
     def _begin_anew(self) -> bool:
@@ -104,7 +104,7 @@ class SequenceRun:
         """Tokens of the prompt."""
         return len(self._plan.prompt.token_ids)
 
-    def take(self) -> Piece | None:
+    def take(self) -> OutputChunk | None:
         """What is new since the last call, None if nothing is; the last one has a finish_reason.
 
         EngineFailed if the engine fails; NotReady if it never had the request, or the server shuts down; BadRequest if
@@ -115,7 +115,7 @@ class SequenceRun:
                 raise self.failure
             return None
         piece, texts = self._waiting, self._texts
-        self._waiting, self._texts, self._num_waiting, self._has_news = Piece(), [], 0, False
+        self._waiting, self._texts, self._num_waiting, self._has_news = OutputChunk(), [], 0, False
         self._was_taken = True
         if not self._keeps_logprobs:
             self._drop_logprobs()

@@ -12,11 +12,11 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
 
 from service.api.errors import HANDLED, error_body
-from service.api.generation.job import Job
+from service.api.generation.job import GenerationJob
 from service.api.generation.logprobs import cost_chars
-from service.api.generation.output_chunk import Piece
+from service.api.generation.output_chunk import OutputChunk
 from service.api.http.sse import DONE, encode_event
-from service.api.run_in_thread import off_loop
+from service.api.run_in_thread import run_in_thread
 from service.logs import LOGGER
 
 
@@ -26,7 +26,7 @@ class Chunks(Protocol):
     def first(self) -> Iterable[Any]:
         """Before anything has come."""
 
-    def added(self, index: int, piece: Piece) -> Iterable[Any]:
+    def added(self, index: int, piece: OutputChunk) -> Iterable[Any]:
         """Of a piece of the choice `index`; what it costs grows with the piece's log probabilities."""
 
     def last(self) -> Iterable[Any]:
@@ -60,7 +60,7 @@ class EventStream(Response):
 
     def __init__(
         self,
-        job: Job,
+        job: GenerationJob,
         chunks: Chunks,
         *,
         encode: Callable[[Any], bytes] = encode_event,
@@ -75,7 +75,7 @@ class EventStream(Response):
         self._news = asyncio.Event()
         self._is_gone = self._is_idle = False
         # Of the task: what was polled but is long, and why polling failed.
-        self._long: tuple[int, Piece] | None = None
+        self._long: tuple[int, OutputChunk] | None = None
         self._failure: Exception | None = None
         self._connection: Connection | None = None
 
@@ -109,11 +109,11 @@ class EventStream(Response):
         try:
             await self._tell(send, self._chunks.first())
             self._job.listen(self._take_news)
-            while not self._is_gone and not (self._job.is_told and self._long is None):
+            while not self._is_gone and not (self._job.is_finished and self._long is None):
                 self._news.clear()
                 while not self._is_gone and (news := self._poll()) is not None:
                     await self._tell(send, await self._added(*news))
-                if not self._job.is_told:
+                if not self._job.is_finished:
                     self._is_idle = True
                     await self._news.wait()
                     self._is_idle = False
@@ -153,9 +153,9 @@ class EventStream(Response):
                     return False
                 connection.write_pieces(map(self._event, self._chunks.added(index, piece)))
             has_news = self._job.has_news
-        return not self._job.is_told
+        return not self._job.is_finished
 
-    def _poll(self) -> tuple[int, Piece] | None:
+    def _poll(self) -> tuple[int, OutputChunk] | None:
         if self._failure is not None:
             raise self._failure
         if self._long is None:
@@ -163,10 +163,10 @@ class EventStream(Response):
         news, self._long = self._long, None
         return news
 
-    async def _added(self, index: int, piece: Piece) -> Iterable[Any]:
+    async def _added(self, index: int, piece: OutputChunk) -> Iterable[Any]:
         chunks = self._chunks.added(index, piece)
         size_chars = cost_chars([piece])
-        return await off_loop(partial(list, chunks), size_chars=size_chars) if size_chars else chunks
+        return await run_in_thread(partial(list, chunks), size_chars=size_chars) if size_chars else chunks
 
     async def _tell(self, send: Send, chunks: Iterable[Any]) -> None:
         for chunk in chunks:

@@ -1,4 +1,4 @@
-"""Answers that may be long are written a piece at a time, in threads in which payers take turns, as fast as they are
+"""Answers that may be long are written a piece at a time, in threads in which clients take turns, as fast as they are
 read: neither the event loop nor Python's lock is held for more than a piece, and no second copy of the whole is made.
 """
 
@@ -48,7 +48,7 @@ class _LongAnswer(StreamingResponse):
 
 
 async def _in_threads(left: Iterator[bytes]) -> AsyncIterator[bytes]:
-    """Each made when it is wanted. Starlette's own threads know no payers: 40 long answers of one would be written at
+    """Each made when it is wanted. Starlette's own threads know no clients: 40 long answers of one would be written at
     once, and the event loop would ask for Python's lock beside all of them."""
     while piece := await in_turn(_next, left):
         yield piece

@@ -37,7 +37,7 @@ MAX_VALUES = (1 << 20) + (1 << 16)
 _WINDOW_BYTES = 1 << 18
 _INSIDE_STRING = re.compile(rb'(?:[^"\\]++|\\.)*+', re.DOTALL)
 _QUOTE, _BACKSLASH = b'"'[0], b"\\"[0]
-# A payer may have so much of its bodies read whatever others hold. Payers have connections, which bounds their number.
+# Bytes that each client may hold whatever others do. Each client has a connection, which bounds their number.
 ALWAYS_BYTES = 1 << 16
 # One after the other, since parsed they take many times their size; in pieces, so that Python's lock is kept briefly.
 LARGE_BODIES = FairPool(1, "large-body")
@@ -46,8 +46,8 @@ LARGE_BODIES = FairPool(1, "large-body")
 class BodyBudget:
     """The bytes of all bodies that are in memory and not yet parsed, divided as `ClientQuota` are.
 
-    most_of_one_bytes  of one payer alone; all together hold twice as much, and as much again of small ones
-    always_bytes       what each payer may hold whatever others do
+    most_of_one_bytes  of one client alone; all together hold twice as much, and as much again of small ones
+    always_bytes       what each client may hold whatever others do
     """
 
     def __init__(self, most_of_one_bytes: int, always_bytes: int = 0) -> None:
@@ -58,19 +58,19 @@ class BodyBudget:
         """What is held now."""
         return self._shares.num_held
 
-    def take(self, payer: str, num_bytes: int) -> None:
-        """QueueFull if the payer may not have so many more."""
-        if not self._shares.take(payer, num_bytes):
+    def take(self, client: str, num_bytes: int) -> None:
+        """QueueFull if the client may not have so many more."""
+        if not self._shares.take(client, num_bytes):
             raise QueueFull(
                 f"The requests that are being read hold {self.num_bytes} bytes, of which you have "
-                f"{self._shares.held_by(payer)}; a client gets as much as it leaves free for others, at most "
+                f"{self._shares.held_by(client)}; a client gets as much as it leaves free for others, at most "
                 f"{self._shares.most_of_one}; send this one again later.",
                 headers={"Retry-After": "1"},
             )
 
-    def give_back(self, payer: str, num_bytes: int) -> None:
+    def give_back(self, client: str, num_bytes: int) -> None:
         """They are parsed, or thrown away."""
-        self._shares.give_back(payer, num_bytes)
+        self._shares.give_back(client, num_bytes)
 
 
 class JsonRoute(APIRoute):

@@ -18,7 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from service.api.errors import ApiError, BadRequest, QueueFull, RequestTimeout, error_body, status_of
 from service.api.http.connection_limits import ConnectionShares
 from service.api.http.h11_bounds import NO_HTTP, BoundedConnection
-from service.api.http.read_scheduler import FIRST_READ_BYTES, USUAL_SECONDS, ReadingTurns, next_read_bytes
+from service.api.http.read_scheduler import FIRST_READ_BYTES, USUAL_SECONDS, ReadScheduler, next_read_bytes
 from service.fairness.client_identity import network_of
 from service.logs import LOGGER, REFUSAL_LINES
 
@@ -62,7 +62,7 @@ class Protocol(H11Protocol):
     """
 
     def __init__(
-        self, shares: ConnectionShares, turns: ReadingTurns, count: Callable[[int], None], **named: Any
+        self, shares: ConnectionShares, turns: ReadScheduler, count: Callable[[int], None], **named: Any
     ) -> None:
         super().__init__(**named)
         self.conn: BoundedConnection = BoundedConnection()
@@ -72,7 +72,7 @@ class Protocol(H11Protocol):
         self._is_reading = False
         self._network: str | None = None  # None for one that was one too many
         self._tenant = ""
-        self._payer = ""  # of the body that a trusted proxy sends now
+        self._client = ""  # of the body that a trusted proxy sends now
         self._uncharged_seconds = 0.0  # of heads that it sent, beyond what is usual
         self._is_answered = False
         self._head_since: float | None = None
@@ -124,16 +124,16 @@ class Protocol(H11Protocol):
         if not is_its_turn:
             await begins
 
-    def is_paid_by(self, payer: str) -> None:
+    def is_paid_by(self, client: str) -> None:
         """The request whose head has come is this one's, and so are the turns to read its body."""
-        self._payer = payer
+        self._client = client
 
     @property
     def _owner(self) -> str:
         """Whose turns the next read takes, "" for nobody's: an address has its own. A proxy that is trusted has none,
         and sends one client's body at a time; of its heads it is not known yet whose they are (`turn`)."""
         assert self._network is not None
-        return self._network or (self._payer if self.conn.their_state is h11.SEND_BODY else "")
+        return self._network or (self._client if self.conn.their_state is h11.SEND_BODY else "")
 
     def data_received(self, data: bytes) -> None:
         """A piece of a head or a body."""
@@ -169,7 +169,7 @@ class Protocol(H11Protocol):
         else:
             self._uncharged_seconds += max(0.0, seconds - USUAL_SECONDS)
         if self.conn.their_state is not h11.SEND_BODY:
-            self._payer = ""
+            self._client = ""
         self._time_head()
         size = _BODY_READ_BYTES if self.conn.has_plain_body else next_read_bytes(len(data), seconds)
         cast(Any, self.transport).max_size = size

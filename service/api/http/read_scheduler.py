@@ -45,7 +45,7 @@ class _Network:
     waiting: deque[Callable[[], None]] = field(default_factory=deque)
 
 
-class ReadingTurns:
+class ReadScheduler:
     """One thread, the loop's."""
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ from pydantic import Field, ValidationError, model_validator
 from service.api.access.auth import caller_of
 from service.api.admission.admission import Admitted, admit
 from service.api.admission.model_resolution import resolve_name
-from service.api.admission.queue_slots import enter, leave, most_sequences, num_sequences, payer_of_places
+from service.api.admission.queue_slots import client_of_places, enter, leave, most_sequences, num_sequences
 from service.api.admission.sequences import num_logprobs, too_many_logprobs
 from service.api.entry.request_log import note, note_job
 from service.api.errors import HANDLED, BadRequest, BodyTooLarge, error_body
@@ -161,16 +161,16 @@ async def admit_all(services: Services, caller: Caller, parsed: list[_Parsed]) -
     shares = [0 if isinstance(one, Exception) else num_sequences(services, tenant, one) for one in parsed]
     _check_size(sum(shares), most_sequences(services, tenant), "sequences")
     first = next((_model_of(services, one) for one in parsed if not isinstance(one, Exception)), "")
-    payer = payer_of_places(services, tenant, first)
-    enter(services, tenant, sum(shares), payer)
+    client = client_of_places(services, tenant, first)
+    enter(services, tenant, sum(shares), client)
     checked: list[_Checked | Exception] = []
     try:
         for one in parsed:
-            checked.append(one if isinstance(one, Exception) else await _admit(services, caller, one, payer))
+            checked.append(one if isinstance(one, Exception) else await _admit(services, caller, one, client))
             await asyncio.sleep(0)  # each may tokenise in the loop as much as a request by itself
     except BaseException:
         # The item that was being admitted has given its own share back.
-        leave(services, tenant, sum(shares[len(checked) + 1 :]), payer)
+        leave(services, tenant, sum(shares[len(checked) + 1 :]), client)
         release_all(checked)
         raise
     _bound_logprobs(checked)
@@ -201,10 +201,10 @@ def _model_of(services: Services, request: ChatRequest | CompletionRequest) -> s
 
 
 async def _admit(
-    services: Services, caller: Caller, request: ChatRequest | CompletionRequest, payer: str
+    services: Services, caller: Caller, request: ChatRequest | CompletionRequest, client: str
 ) -> _Checked | Exception:
     try:
-        return request, await admit(services, caller, request, has_places=True, payer=payer)
+        return request, await admit(services, caller, request, has_places=True, client=client)
     except Exception as error:
         return _surprise(error)
 
@@ -248,7 +248,7 @@ def _start(services: Services, request: ChatRequest | CompletionRequest, admitte
         if isinstance(request, ChatRequest):
             return ChatAnswer(services, request, admitted)
         return CompletionAnswer(services, request, admitted)
-    except Exception as error:  # the Job has given everything back
+    except Exception as error:  # the job has given everything back
         return _surprise(error)
 
 

@@ -14,16 +14,16 @@ from fastapi.responses import Response
 from service.api.access.auth import caller_of
 from service.api.admission.admission import Admitted, admit
 from service.api.entry.request_log import note_job
-from service.api.generation.chat_delta import Speaker
-from service.api.generation.job import Job
+from service.api.generation.chat_delta import ChatFormatter
+from service.api.generation.job import GenerationJob
 from service.api.generation.logprobs import chat_logprobs, cost_chars, prompt_logprobs, token_names
-from service.api.generation.output_chunk import Piece
+from service.api.generation.output_chunk import OutputChunk
 from service.api.generation.stream import EventStream
 from service.api.http.chunked_answers import json_answer
 from service.api.http.json_body import JsonRoute
 from service.api.http.sse import TextEvent, until_disconnect
 from service.api.openapi import GENERATION_ERRORS, streamed
-from service.api.run_in_thread import off_loop
+from service.api.run_in_thread import run_in_thread
 from service.api.schema.generation_answers import ChatResponse
 from service.api.schema.requests import ChatRequest, StreamOptions
 from service.api.schema.tools import NamedTool
@@ -52,7 +52,7 @@ async def create_chat_completion(request: Request, body: ChatRequest) -> Respons
 
 
 class ChatAnswer:
-    """A running chat request and how its answer is written. Close `job` in the end. For `keeps_logprobs` see `Job`."""
+    """A running chat request and the form of its answer. Close `job` in the end; see it for `keeps_logprobs`."""
 
     def __init__(
         self, services: Services, request: ChatRequest, admitted: Admitted, *, keeps_logprobs: bool = False
@@ -64,18 +64,18 @@ class ChatAnswer:
         self._names = token_names(services.tokenizer, request)
         last = request.messages[-1]
         self._echoed = last.text if request.echo and last.role == "assistant" else ""
-        self.job = Job(services, admitted, bool(request.stream), keeps_logprobs=keeps_logprobs)
+        self.job = GenerationJob(services, admitted, bool(request.stream), keeps_logprobs=keeps_logprobs)
         self._options = request.stream_options or StreamOptions()
         # For each choice, the chunk of a delta that brings nothing but words.
         self._text_events: dict[int, TextEvent] = {}
         self._is_text_alone = not (request.return_token_ids or self._options.counts_each_chunk)
         self._chunk_head = self._head("chat.completion.chunk")
         self._speakers = [
-            Speaker(
+            ChatFormatter(
                 plan.prompt.reading,
                 in_pieces=bool(request.stream),
                 includes_thoughts=request.include_reasoning is not False,
-                is_told=isinstance(request.tool_choice, NamedTool),
+                names_tool=isinstance(request.tool_choice, NamedTool),
             )
             for plan in self.job.plans
         ]
@@ -85,9 +85,9 @@ class ChatAnswer:
         pieces = await self.job.collect()
         # A call is read when its answer is complete: up to 1 ms for 1,000 characters.
         size_chars = cost_chars(pieces) + sum(len(piece.text) for piece in pieces)
-        return await off_loop(partial(self._written, pieces), size_chars=size_chars)
+        return await run_in_thread(partial(self._written, pieces), size_chars=size_chars)
 
-    def _written(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+    def _written(self, pieces: Sequence[OutputChunk]) -> dict[str, Any]:
         choices = [self._whole_choice(index, piece) for index, piece in enumerate(pieces)]
         answer = {**self._head("chat.completion"), "choices": choices, "usage": self._usage()}
         # As vLLM has it, these two are there whether they are asked for or not.
@@ -108,9 +108,9 @@ class ChatAnswer:
                 prompt = {"prompt_token_ids": list(self.job.plans[0].prompt.token_ids)}
             yield self._chunk({"index": index, "delta": delta, "logprobs": None, "finish_reason": None}, **prompt)
             if self._echoed:
-                yield self._chunk(self._choice(index, Piece(), delta={"content": self._echoed}))
+                yield self._chunk(self._choice(index, OutputChunk(), delta={"content": self._echoed}))
 
-    def added(self, index: int, piece: Piece) -> Iterable[dict[str, Any] | bytes]:
+    def added(self, index: int, piece: OutputChunk) -> Iterable[dict[str, Any] | bytes]:
         """The chunks of a piece, possibly none."""
         if not self._is_text_alone or piece.logprobs or piece.finish_reason is not None:
             return self.chunks(index, piece)
@@ -123,7 +123,7 @@ class ChatAnswer:
             for delta in deltas
         ]
 
-    def chunks(self, index: int, piece: Piece) -> Iterator[dict[str, Any]]:
+    def chunks(self, index: int, piece: OutputChunk) -> Iterator[dict[str, Any]]:
         """The same as plain data."""
         for choice in self._chunk_choices(index, piece):
             yield self._chunk(choice)
@@ -137,7 +137,7 @@ class ChatAnswer:
         event = self._text_events.get(index)
         if event is None:
             event = self._text_events[index] = TextEvent(
-                lambda text: self._chunk(self._choice(index, Piece(), delta={"content": text}))
+                lambda text: self._chunk(self._choice(index, OutputChunk(), delta={"content": text}))
             )
         return event(text)
 
@@ -154,23 +154,23 @@ class ChatAnswer:
             "system_fingerprint": self.job.fingerprint,
         }
 
-    def _whole_choice(self, index: int, piece: Piece) -> dict[str, Any]:
+    def _whole_choice(self, index: int, piece: OutputChunk) -> dict[str, Any]:
         speaker = self._speakers[index]
         message = speaker.message(piece.text, self._echoed, is_cut=piece.finish_reason == "length")
         speaker.count(piece.text_offsets)
         return {"token_ids": None, **self._choice(index, piece, message=message)}
 
-    def _chunk_choices(self, index: int, piece: Piece) -> Iterator[dict[str, Any]]:
+    def _chunk_choices(self, index: int, piece: OutputChunk) -> Iterator[dict[str, Any]]:
         """What a piece brings, of which only the last part may end the choice and has what is counted in tokens."""
         reason = piece.finish_reason
         deltas = self._speakers[index].deltas(piece.text, is_last=reason is not None, is_cut=reason == "length")
         self._speakers[index].count(piece.text_offsets)
         for delta in deltas[:-1]:
-            yield self._choice(index, Piece(), delta=delta)
+            yield self._choice(index, OutputChunk(), delta=delta)
         if deltas or piece.finish_reason or piece.logprobs or self._request.return_token_ids:
             yield self._choice(index, piece, delta=deltas[-1] if deltas else {})
 
-    def _choice(self, index: int, piece: Piece, **said: dict[str, Any]) -> dict[str, Any]:
+    def _choice(self, index: int, piece: OutputChunk, **said: dict[str, Any]) -> dict[str, Any]:
         wanted = self._request.logprobs and (piece.logprobs or "message" in said)
         choice: dict[str, Any] = {
             "index": index,
@@ -184,7 +184,7 @@ class ChatAnswer:
             choice["token_ids"] = piece.token_ids
         return choice
 
-    def _logprobs(self, piece: Piece) -> dict[str, Any]:
+    def _logprobs(self, piece: OutputChunk) -> dict[str, Any]:
         with_chosen = bool(self._request.logprob_token_ids)
         return chat_logprobs(self._services.tokenizer, self._names, piece, with_chosen=with_chosen)
 

@@ -13,9 +13,9 @@ from fastapi.responses import Response
 
 from service.api.access.auth import caller_of
 from service.api.admission.admission import Admitted, admit
-from service.api.admission.sequences import Plan
+from service.api.admission.sequences import PlannedSequence
 from service.api.entry.request_log import note_job
-from service.api.generation.job import Job
+from service.api.generation.job import GenerationJob
 from service.api.generation.logprobs import (
     completion_logprobs,
     cost_chars,
@@ -25,13 +25,13 @@ from service.api.generation.logprobs import (
     prompt_logprobs,
     token_names,
 )
-from service.api.generation.output_chunk import Piece
+from service.api.generation.output_chunk import OutputChunk
 from service.api.generation.stream import EventStream
 from service.api.http.chunked_answers import json_answer
 from service.api.http.json_body import JsonRoute
 from service.api.http.sse import TextEvent, until_disconnect
 from service.api.openapi import GENERATION_ERRORS, streamed
-from service.api.run_in_thread import off_loop
+from service.api.run_in_thread import run_in_thread
 from service.api.schema.generation_answers import CompletionResponse
 from service.api.schema.requests import CompletionRequest, StreamOptions
 from service.api.state import Services, services_of
@@ -72,7 +72,7 @@ class CompletionAnswer:
         self._is_text_alone = request.logprobs is None and not (
             request.return_token_ids or self._options.counts_each_chunk
         )
-        self.job = Job(services, admitted, bool(request.stream))
+        self.job = GenerationJob(services, admitted, bool(request.stream))
         self._head: dict[str, Any] = {
             "id": f"cmpl-{uuid4().hex}",
             "object": "text_completion",
@@ -84,9 +84,9 @@ class CompletionAnswer:
     async def whole(self) -> dict[str, Any]:
         """The answer in one piece."""
         pieces = await self.job.collect()
-        return await off_loop(partial(self._written, pieces), size_chars=cost_chars(pieces))
+        return await run_in_thread(partial(self._written, pieces), size_chars=cost_chars(pieces))
 
-    def _written(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+    def _written(self, pieces: Sequence[OutputChunk]) -> dict[str, Any]:
         # As vLLM has it, these are there whether they are asked for or not.
         unasked = {"prompt_logprobs": None, "token_ids": None, "prompt_token_ids": None}
         choices = [
@@ -99,13 +99,13 @@ class CompletionAnswer:
         """The stream begins with what comes."""
         yield from ()
 
-    def added(self, index: int, piece: Piece) -> Sequence[dict[str, Any] | bytes]:
+    def added(self, index: int, piece: OutputChunk) -> Sequence[dict[str, Any] | bytes]:
         """The chunk of a piece, if it is worth one. A choice's first chunk has the prompt if `echo` is asked."""
         text_event = self._texts.get(index)
         if text_event is None:
             if piece.finish_reason is None and self._waits_for_prompt(piece):
                 return ()
-            self._texts[index] = TextEvent(lambda text: self._chunk(index, Piece(text), first=False))
+            self._texts[index] = TextEvent(lambda text: self._chunk(index, OutputChunk(text), first=False))
         elif self._is_text_alone and piece.finish_reason is None and piece.prompt_logprobs is None:
             return (text_event(piece.text),) if piece.text else ()
         chunk = self._chunk(index, piece, first=text_event is None)
@@ -116,17 +116,17 @@ class CompletionAnswer:
         if self._options.include_usage:
             yield {**self._head, "choices": [], "usage": self._usage()}
 
-    def _chunk(self, index: int, piece: Piece, *, first: bool) -> dict[str, Any]:
+    def _chunk(self, index: int, piece: OutputChunk, *, first: bool) -> dict[str, Any]:
         choice = self._choice(index, self.job.plans[index], piece, first=first)
         so_far = {"usage": self._usage()} if self._options.counts_each_chunk else {}
         return {**self._head, "choices": [choice]} | so_far
 
-    def _waits_for_prompt(self, piece: Piece) -> bool:
+    def _waits_for_prompt(self, piece: OutputChunk) -> bool:
         """The prompt's log probabilities come with the engine's first message that has tokens or an end."""
         wanted = self._request.echo and self._request.logprobs is not None
         return bool(wanted) and piece.prompt_logprobs is None and not piece.token_ids
 
-    def _choice(self, index: int, plan: Plan, piece: Piece, *, first: bool) -> dict[str, Any]:
+    def _choice(self, index: int, plan: PlannedSequence, piece: OutputChunk, *, first: bool) -> dict[str, Any]:
         echo = bool(self._request.echo)
         choice: dict[str, Any] = {
             "index": index,
@@ -145,7 +145,7 @@ class CompletionAnswer:
                 choice["prompt_token_ids"] = list(plan.prompt.token_ids)
         return choice
 
-    def _logprobs(self, plan: Plan, piece: Piece, *, first: bool) -> dict[str, Any] | None:
+    def _logprobs(self, plan: PlannedSequence, piece: OutputChunk, *, first: bool) -> dict[str, Any] | None:
         if self._request.logprobs is None:
             return None
         tokenizer = self._services.tokenizer

@@ -16,17 +16,17 @@ from fastapi.responses import Response
 from service.api.access.auth import caller_of
 from service.api.admission.admission import charged
 from service.api.admission.lengths import MAX_TEXT_CHARS
-from service.api.admission.model_resolution import Target, resolve
+from service.api.admission.model_resolution import ResolvedModel, resolve
 from service.api.admission.prompts import Prompt, encoded
-from service.api.admission.queue_slots import enter, leave, most_sequences, payer_of_places
-from service.api.admission.sequences import Plan
+from service.api.admission.queue_slots import client_of_places, enter, leave, most_sequences
+from service.api.admission.sequences import PlannedSequence
 from service.api.entry.request_log import note_job, notes_of
 from service.api.errors import BadRequest
-from service.api.generation.job import Job
+from service.api.generation.job import GenerationJob
 from service.api.http.json_body import JsonRoute
 from service.api.http.sse import JsonResponse, until_disconnect
 from service.api.openapi import GENERATION_ERRORS
-from service.api.run_in_thread import off_loop
+from service.api.run_in_thread import run_in_thread
 from service.api.schema.answers import EmbeddingList
 from service.api.schema.requests import EmbeddingRequest
 from service.api.state import Services, services_of
@@ -57,8 +57,8 @@ async def create_embeddings(request: Request, body: EmbeddingRequest) -> Respons
     tenant, target = caller.tenant, resolve(services, caller, body.model, body.adapter_id)
     try:
         places = min(len(inputs), MAX_AT_A_TIME, most_sequences(services, tenant))
-        payer = payer_of_places(services, tenant, target.name)
-        enter(services, tenant, places, payer)
+        client = client_of_places(services, tenant, target.name)
+        enter(services, tenant, places, client)
         # Held until the end: a request that has begun need not wait behind others.
         try:
             prompts = await until_disconnect(request, _prompts(services, ready, body, inputs))
@@ -66,11 +66,11 @@ async def create_embeddings(request: Request, body: EmbeddingRequest) -> Respons
             charged(tenant, plans)
             jobs = await _run(request, services, tenant, target, plans, places)
         finally:
-            leave(services, tenant, places, payer)
+            leave(services, tenant, places, client)
         vectors = [vector for _, vectors in jobs for vector in vectors]
         num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         answered = partial(_answer, body, jobs[0][0], vectors, num_tokens)
-        return await off_loop(answered, size_chars=_NUMBER_CHARS * sum(map(len, vectors)))
+        return await run_in_thread(answered, size_chars=_NUMBER_CHARS * sum(map(len, vectors)))
     finally:
         target.release()
 
@@ -80,10 +80,10 @@ class _Group:
     """Inputs that run together; places and adapter are the whole request's, which gives them back."""
 
     tenant: Tenant
-    target: Target
-    plans: list[Plan]
+    target: ResolvedModel
+    plans: list[PlannedSequence]
 
-    def end_one(self, plan: Plan, num_generated: int) -> None:
+    def end_one(self, plan: PlannedSequence, num_generated: int) -> None:
         """A sequence has ended."""
 
     def release(self) -> None:
@@ -91,13 +91,18 @@ class _Group:
 
 
 async def _run(
-    request: Request, services: Services, tenant: Tenant, target: Target, plans: Sequence[Plan], places: int
-) -> list[tuple[Job, list[bytes]]]:
+    request: Request,
+    services: Services,
+    tenant: Tenant,
+    target: ResolvedModel,
+    plans: Sequence[PlannedSequence],
+    places: int,
+) -> list[tuple[GenerationJob, list[bytes]]]:
     """The vectors of all sequences, as many at a time as there are places."""
-    done: list[tuple[Job, list[bytes]]] = []
+    done: list[tuple[GenerationJob, list[bytes]]] = []
     for start in range(0, len(plans), places):
         services.require_ready()
-        job = Job(services, _Group(tenant, target, list(plans[start : start + places])))
+        job = GenerationJob(services, _Group(tenant, target, list(plans[start : start + places])))
         if done:
             notes_of(request).jobs.append(job)
         else:
@@ -148,7 +153,7 @@ async def _prompts(
     def work() -> list[Prompt]:
         return [_prompt(services, ready, body, index, one) for index, one in enumerate(inputs)]
 
-    return await off_loop(work, size_chars=sum(map(len, inputs)))
+    return await run_in_thread(work, size_chars=sum(map(len, inputs)))
 
 
 def _prompt(services: Services, ready: Ready, body: EmbeddingRequest, index: int, one: str | list[int]) -> Prompt:
@@ -180,8 +185,8 @@ def _prompt(services: Services, ready: Ready, body: EmbeddingRequest, index: int
     return Prompt(token_ids, "")
 
 
-def _plan(body: EmbeddingRequest, prompt: Prompt) -> Plan:
-    return Plan(
+def _plan(body: EmbeddingRequest, prompt: Prompt) -> PlannedSequence:
+    return PlannedSequence(
         request_id=uuid4().hex,
         prompt=prompt,
         sampling=Sampling(max_tokens=0),
@@ -192,7 +197,7 @@ def _plan(body: EmbeddingRequest, prompt: Prompt) -> Plan:
     )
 
 
-def _answer(body: EmbeddingRequest, job: Job, vectors: Sequence[bytes], num_tokens: int) -> Response:
+def _answer(body: EmbeddingRequest, job: GenerationJob, vectors: Sequence[bytes], num_tokens: int) -> Response:
     return JsonResponse(
         {
             "object": "list",

@@ -15,7 +15,7 @@ from service.api.admission.admission import Admitted, admit
 from service.api.admission.sampling import sampling_parameters
 from service.api.entry.request_log import note_job, notes_of
 from service.api.errors import ApiError, error_body
-from service.api.generation.output_chunk import Piece
+from service.api.generation.output_chunk import OutputChunk
 from service.api.generation.stream import EventStream
 from service.api.http.chunked_answers import json_answer
 from service.api.http.json_body import JsonRoute
@@ -23,7 +23,7 @@ from service.api.http.sse import encode_typed_event, until_disconnect
 from service.api.openapi import GENERATION_ERRORS, streamed
 from service.api.routes.chat import ChatAnswer
 from service.api.routes.response_output import ResponseOutput
-from service.api.run_in_thread import off_loop
+from service.api.run_in_thread import run_in_thread
 from service.api.schema.requests import ChatRequest
 from service.api.schema.response_answers import ResponseObject
 from service.api.schema.responses import NAMES, ResponsesRequest, chat_of, renamed
@@ -41,7 +41,7 @@ router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 async def create_response(request: Request, body: ResponsesRequest) -> Response:
     """Answer an input, with the base or an adapter. Nothing is stored: `store` is accepted and answered with false."""
     services = services_of(request)
-    chat = await off_loop(lambda: chat_of(body), size_chars=body.num_chars)
+    chat = await run_in_thread(lambda: chat_of(body), size_chars=body.num_chars)
     try:
         admitted = await until_disconnect(request, admit(services, caller_of(request), chat))
     except ApiError as error:
@@ -86,7 +86,7 @@ class ResponseAnswer:
             yield self._numbered({"type": f"response.{kind}", "response": self._response("in_progress", None)})
         yield from self._events(self._chat.first())
 
-    def added(self, index: int, piece: Piece) -> Iterator[dict[str, Any]]:
+    def added(self, index: int, piece: OutputChunk) -> Iterator[dict[str, Any]]:
         """The events of a piece, possibly none."""
         yield from self._events(self._chat.chunks(index, piece))
 

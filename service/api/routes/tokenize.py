@@ -20,7 +20,7 @@ from service.api.http.chunked_answers import json_answer
 from service.api.http.json_body import JsonRoute
 from service.api.http.sse import until_disconnect
 from service.api.openapi import TEXT_ERRORS, errors
-from service.api.run_in_thread import LONG_TEXTS, off_loop
+from service.api.run_in_thread import LONG_TEXTS, run_in_thread
 from service.api.schema.answers import DetokenizeResponse, TokenizeResponse, TokenizerInfo
 from service.api.schema.requests import DetokenizeRequest, TokenizeRequest
 from service.api.state import Services, services_of
@@ -71,7 +71,7 @@ def _num_chars(body: TokenizeRequest) -> int:
 async def _token_names(services: Services, prompt: Prompt) -> list[str]:
     """The tokens as the vocabulary spells them: as many look-ups as tokens, so off the loop where the text is long."""
     work = lambda: [services.tokenizer.token_name(token_id) for token_id in prompt.token_ids]  # noqa: E731
-    return await off_loop(work, size_chars=len(prompt.text))
+    return await run_in_thread(work, size_chars=len(prompt.text))
 
 
 async def _prompt(services: Services, caller: Caller, body: TokenizeRequest) -> Prompt:
@@ -86,12 +86,12 @@ async def _prompt(services: Services, caller: Caller, body: TokenizeRequest) -> 
                 param="prompt",
             )
         special = body.add_special_tokens is None or body.add_special_tokens
-        return await off_loop(lambda: encoded(services, text, special=special), size_chars=len(text))
+        return await run_in_thread(lambda: encoded(services, text, special=special), size_chars=len(text))
     finally:
         target.release()
 
 
-class _WhoseTokenizer(BaseModel, extra="forbid"):
+class _TokenizerQuery(BaseModel, extra="forbid"):
     model: str | None = Field(None, description="the base, or an adapter; default: the base")
 
 
@@ -101,7 +101,7 @@ class _WhoseTokenizer(BaseModel, extra="forbid"):
     responses=errors((400, 401, 404, 429, 500, 503)),
     summary="A model's tokenizer",
 )
-async def tokenizer_info(request: Request, query: Annotated[_WhoseTokenizer, Query()]) -> Response:
+async def tokenizer_info(request: Request, query: Annotated[_TokenizerQuery, Query()]) -> Response:
     """The model's tokenizer_config.json, with its special tokens as texts and its chat template, which of an adapter is
     its own if it ships one: what clients need who count tokens and render chats by themselves, as lm-eval does."""
     services = services_of(request)

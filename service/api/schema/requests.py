@@ -19,7 +19,7 @@ from service.api.schema.tools import MAX_TOOLS, ToolChoice, ToolList, check_tool
 from service.api.schema.unserved_fields import EMBEDDING_FIELDS, GENERATION_FIELDS, STREAM_FIELDS, TOKENIZE_FIELDS
 from service.engine.ipc.messages import MAX_LOGIT_BIASES, MAX_LOGPROB_TOKEN_IDS, MAX_STOP_TOKEN_IDS
 
-# Alternatives included, of one request, and of all answers of a payer that are not sent yet: 0.5 KB each.
+# Alternatives included, of one request, and of all answers of a client that are not sent yet: 0.5 KB each.
 MAX_HELD_LOGPROBS = 1_000_000
 MAX_STOP_STRINGS = 32
 MAX_DETOKENIZED = 1 << 20  # tokens

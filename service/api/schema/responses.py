@@ -155,7 +155,7 @@ class ResponsesRequest(Decoding):
 
     @property
     def num_chars(self) -> int:
-        """About the characters that become a chat, or enough of them for `off_loop` to leave the loop."""
+        """About the characters that become a chat, or enough of them for `run_in_thread` to leave the loop."""
         said = len(self.input) if isinstance(self.input, str) else sum(item.num_chars + 50 for item in self.input)
         form = None if self.text is None else self.text.format
         other = [self.tools, self.tool_choice, self.chat_template_kwargs, form]

@@ -28,7 +28,7 @@ VISIBILITIES: tuple[str, ...] = get_args(Visibility)
 _MAX_CHARACTER_BYTES = 4  # in UTF-8
 _TEXT_PARTS = {"name": 1024, "note": 4096, "visibility": 16, "shared_with": 4096}
 
-# One for each upload that may be open (`--max-uploads`, up to 64, and one of each of NUM_SMALL payers beyond them):
+# One for each upload that may be open (`--max-uploads`, up to 64, and one of each of NUM_SMALL clients beyond them):
 # whatever one of them is checked for, no other waits for its thread.
 MAX_THREADS = 64 + NUM_SMALL
 

@@ -1,4 +1,4 @@
-"""Places of uploads: divided among payers, and taken back from who sends too slowly while others want them."""
+"""Places of uploads: divided among clients, and taken back from who sends too slowly while others want them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from adapters.quota import ClientQuota
 from service.api.errors import QueueFull
-from service.fairness.client_identity import PAYER
+from service.fairness.client_identity import CLIENT
 
 # What an upload has to bring while others want its place.
 MIN_BYTES_PER_SECOND = 1 << 16
@@ -20,8 +20,8 @@ WINDOW_SECONDS = 30.0
 class UploadPlace:
     """One upload: how fast its client sends, and whether it may go on."""
 
-    def __init__(self, payer: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self.payer = payer
+    def __init__(self, client: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.client = client
         self._clock = clock
         self._waited_seconds, self._num_bytes = 0.0, 0  # of this window
         self._since: float | None = None  # waits for the client
@@ -72,10 +72,10 @@ class UploadPlace:
             )
 
 
-class UploadPlaces:
+class UploadSlots:
     """All of them.
 
-    most  twice what one payer alone may have
+    most  twice what one client alone may have
     """
 
     def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -93,22 +93,22 @@ class UploadPlaces:
     def place(self) -> Iterator[UploadPlace]:
         """Held inside by who pays for the request. QueueFull if it may have no more now; a slow upload of who has the
         most then ends, so that it may have one soon."""
-        payer = PAYER.get()
-        if not self._shares.take(payer, 1):
-            self._take_one_back(payer)
+        client = CLIENT.get()
+        if not self._shares.take(client, 1):
+            self._take_one_back(client)
             raise QueueFull(
-                f"{self.num_open} uploads are on their way, {self._shares.held_by(payer)} of them yours; a client gets "
-                f"as many as it leaves free for others, at most {self._shares.most_of_one}; upload again when they are "
-                "done.",
+                f"{self.num_open} uploads are on their way, {self._shares.held_by(client)} of them yours; a client "
+                f"gets as many as it leaves free for others, at most {self._shares.most_of_one}; upload again when "
+                "they are done.",
                 headers={"Retry-After": "5"},
             )
-        place = UploadPlace(payer, self._clock)
+        place = UploadPlace(client, self._clock)
         self._open.append(place)
         try:
             yield place
         finally:
             self._open.remove(place)
-            self._shares.give_back(payer, 1)
+            self._shares.give_back(client, 1)
             self._given_back.set()
             self._given_back = asyncio.Event()
 
@@ -116,9 +116,9 @@ class UploadPlaces:
         """Until the next upload has ended."""
         await self._given_back.wait()
 
-    def _take_one_back(self, payer: str) -> None:
-        """From somebody with more than the payer would have, so that nobody ends the uploads of who has fewer."""
+    def _take_one_back(self, client: str) -> None:
+        """From somebody with more than the client would have, so that nobody ends the uploads of who has fewer."""
         held = self._shares.held_by
-        slow = [one for one in self._open if held(one.payer) > held(payer) + 1 and one.is_slow()]
+        slow = [one for one in self._open if held(one.client) > held(client) + 1 and one.is_slow()]
         if slow:
-            max(slow, key=lambda one: held(one.payer)).take_back()
+            max(slow, key=lambda one: held(one.client)).take_back()

@@ -16,13 +16,13 @@ from adapters.files.name_versions import NameRecord, Version
 from kernels.sampling.scored_token import ScoredToken
 from service.api.admission import sequences
 from service.api.admission.admission import admit
-from service.api.admission.model_resolution import Target, resolve
+from service.api.admission.model_resolution import ResolvedModel, resolve
 from service.api.admission.prompts import Prompt, chat_prompt
 from service.api.admission.queue_slots import enter
 from service.api.admission.sampling import NEUTRAL
 from service.api.errors import BadRequest, BodyTooLarge, QueueFull, UnknownModel, status_of
-from service.api.generation.output_chunk import Piece
-from service.api.queue_limits import Gate
+from service.api.generation.output_chunk import OutputChunk
+from service.api.queue_limits import QueueLimits
 from service.api.routes import batch, chat, completions
 from service.api.routes import tokenize as tokenize_module
 from service.api.schema.requests import BatchRequest, ChatMessage, ChatRequest, CompletionRequest, TokenizeRequest
@@ -36,7 +36,9 @@ from tests.support.limits import LIMIT_SECONDS
 
 CALLER = Tenants().anybody()
 LONG = "x" * 100_000
-SETTINGS = SimpleNamespace(base_name="tiny", tool_parser="auto", reasoning_parser="auto")
+SETTINGS = SimpleNamespace(
+    base_name="tiny", tool_parser="auto", reasoning_parser="auto", disable_additional_properties=False
+)
 
 
 class EmptyStore:
@@ -133,7 +135,7 @@ def render(source: str | None) -> tuple[list[str], Words]:
         template_turn=lambda _digest: asyncio.Lock(),
         engine=SimpleNamespace(ready=None),
     )
-    asyncio.run(chat_prompt(parts, Target("a", cast(Any, lease)), a_chat("a")))
+    asyncio.run(chat_prompt(parts, ResolvedModel("a", cast(Any, lease)), a_chat("a")))
     workers.close()
     return threads, words
 
@@ -155,7 +157,7 @@ def test_the_names_of_tokens_are_looked_up_when_asked_and_beside_the_loop(
     monkeypatch: pytest.MonkeyPatch, wanted: bool
 ) -> None:
     words = Words()
-    parts = services(tokenizer=words, engine=SimpleNamespace(ready=None), calls=Gate(1))
+    parts = services(tokenizer=words, engine=SimpleNamespace(ready=None), calls=QueueLimits(1))
     monkeypatch.setattr(tokenize_module, "services_of", lambda _request: parts)
     body = TokenizeRequest(prompt=LONG, add_special_tokens=False, return_token_strs=wanted)
     stays = cast(Any, SimpleNamespace(receive=lambda: asyncio.Event().wait(), scope={"multilora.caller": CALLER}))
@@ -230,7 +232,7 @@ def full(template: Template) -> Iterator[Services]:
         template_turn=lambda digest: turns.setdefault(digest, asyncio.Lock()),
         engine=SimpleNamespace(ready=READY, state="ready"),
         settings=SimpleNamespace(**vars(SETTINGS), max_choices=4, max_logprobs=20),
-        gate=Gate(30),
+        gate=QueueLimits(30),
         require_ready=lambda: READY,
         sampling_defaults=NEUTRAL,
     )
@@ -278,7 +280,7 @@ def test_what_is_refused_gives_its_places_back(full: Services, request_: Complet
     if has_places:
         enter(full, CALLER.tenant, 2, "tiny")
     with pytest.raises(BadRequest):
-        asyncio.run(admit(full, CALLER, request_, has_places=has_places, payer="tiny"))
+        asyncio.run(admit(full, CALLER, request_, has_places=has_places, client="tiny"))
     assert nothing_is_held(full)
 
 
@@ -371,21 +373,21 @@ def test_log_probabilities_of_a_batch_are_bounded_together(full: Services, monke
 def test_many_log_probabilities_are_written_beside_the_loop(
     full: Services, monkeypatch: pytest.MonkeyPatch, is_chat: bool, num_tokens: int
 ) -> None:
-    piece = Piece(finish_reason="length", token_ids=[65] * num_tokens, text_offsets=[0] * num_tokens)
+    piece = OutputChunk(finish_reason="length", token_ids=[65] * num_tokens, text_offsets=[0] * num_tokens)
     piece.logprobs = [ScoredToken(65, -1.0, ((65, -1.0), (66, -2.0)))] * num_tokens
 
     class Ended:
         name, fingerprint = "tiny", "fp_0"
-        sequences = (SimpleNamespace(prompt=Prompt((1,), "a")),)
+        plans = (SimpleNamespace(prompt=Prompt((1,), "a")),)
         runs = (SimpleNamespace(num_prompt_tokens=1),)
         num_completion_tokens = num_tokens
 
-        async def collect(self) -> list[Piece]:
+        async def collect(self) -> list[OutputChunk]:
             return [piece]
 
     cast(Any, full.tokenizer).token_bytes = lambda token_id: bytes([token_id])
     module = chat if is_chat else completions
-    monkeypatch.setattr(module, "Job", lambda *_, **_options: Ended())
+    monkeypatch.setattr(module, "GenerationJob", lambda *_, **_options: Ended())
     answer: Any
     if is_chat:
         answer = chat.ChatAnswer(full, a_chat("tiny", logprobs=True), cast(Any, None))

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from examples.train_base import BASE_DIR
-from service.fairness.client_identity import PAYER
+from service.fairness.client_identity import CLIENT
 from service.grammars.constraints import (
     Constraint,
     ConstraintError,
@@ -94,11 +94,11 @@ def test_the_child_is_confined_and_ends_with_close(monkeypatch: pytest.MonkeyPat
 
 
 def test_who_sends_many_grammars_leaves_others_their_turn(trial: GrammarTrial) -> None:
-    """A process has one grammar at a time: of those that wait, another payer's is next."""
+    """A process has one grammar at a time: of those that wait, another client's is next."""
     ended: list[str] = []
-    token = PAYER.set("many")
+    token = CLIENT.set("many")
     many = [trial.submit(choice_constraint(["many", str(index)])) for index in range(20)]
-    PAYER.reset(token)
+    CLIENT.reset(token)
     few = trial.submit(choice_constraint(["few"]))
     for name, future in (("few", few), ("many", many[-1])):
         future.add_done_callback(lambda _done, name=name: ended.append(name))
@@ -109,13 +109,13 @@ def test_who_sends_many_grammars_leaves_others_their_turn(trial: GrammarTrial) -
 def test_who_sends_many_grammars_has_others_forgotten_no_more_than_its_own(
     trial: GrammarTrial,
 ) -> None:
-    """The most that is remembered is of a few long choices. One of another payer, which was there first, stays."""
+    """The most that is remembered is of a few long choices. One of another client, which was there first, stays."""
 
-    def compiled(name: str, payer: str) -> Constraint:
-        token = PAYER.set(payer)
+    def compiled(name: str, client: str) -> Constraint:
+        token = CLIENT.set(client)
         constraint = choice_constraint([f"{name} {'x' * 900} {index}" for index in range(200)])
         assert trial.submit(constraint).result(LIMIT_SECONDS)
-        PAYER.reset(token)
+        CLIENT.reset(token)
         return constraint
 
     few = compiled("few", "few")

@@ -19,7 +19,7 @@ import pytest
 
 from adapters.isolation.bounded_child import OUT_OF_MEMORY, BoundedChild
 from adapters.isolation.child_process import child_environment
-from service.fairness.client_identity import PAYER
+from service.fairness.client_identity import CLIENT
 from service.text.chat_template import ChatTemplate
 from service.text.template_sandbox import TemplateError
 from service.text.template_worker import AdapterTemplate, LimitError, TemplateWorker, TemplateWorkers
@@ -430,9 +430,9 @@ def test_a_payer_s_templates_leave_a_child_for_another_payer() -> None:
     try:
         first = [workers.submit(work) for _ in range(3)]
         assert begun.wait(LIMIT_SECONDS)
-        token = PAYER.set("another")
+        token = CLIENT.set("another")
         assert AdapterTemplate(workers, ORDINARY, {}).render(HELLO) == "user: hello\n"
-        PAYER.reset(token)
+        CLIENT.reset(token)
         go.set()
         assert [one.result(LIMIT_SECONDS) for one in first] == ["user: hello\n"] * 3
     finally:

@@ -19,7 +19,7 @@ from service.api.schema.requests import ChatRequest
 from service.grammars.constraints import ConstraintError, grammar_of, text_constraint
 from service.grammars.matching import TokenTable, compile_grammar
 from service.grammars.tool_calls import lark_of_calls
-from service.text.answer_reader import AnswerReader, Reading, Said, Thought
+from service.text.answer_reader import AnswerReader, ParserConfig, Said, Thought
 from service.text.calls.call_parser import Call
 from service.text.calls.formats import FORMATS
 from service.text.tokenizer import TextTokenizer
@@ -96,7 +96,7 @@ def walks(tokenizer: TextTokenizer, lark: str, number: int) -> Iterator[str]:
 
 
 def read(text: str, name: str, tools: dict[str, Any], **more: bool) -> list[Said]:
-    reader = AnswerReader(Reading(calls=FORMATS[name], tools=tools, **more))
+    reader = AnswerReader(ParserConfig(calls=FORMATS[name], tools=tools, **more))
     return [*reader.push(text), *reader.finish()]
 
 
@@ -425,7 +425,7 @@ def test_one_of_the_allowed_tools_is_called_though_the_template_shows_all(talk: 
 @each_format
 def test_beside_text_no_tools_but_those_that_are_allowed_can_be_called(speaker: str) -> None:
     fields: Any = {"messages": ASK, "tools": tools_of(SCHEMAS), "tool_choice": allowed("auto", "now")}
-    given = chat_constraint(ChatRequest(**fields), Reading(calls=FORMATS[speaker]), None, {})
+    given = chat_constraint(ChatRequest(**fields), ParserConfig(calls=FORMATS[speaker]), None, {})
     among_one = lark_of_calls(speaker, [("now", SCHEMAS["now"])], {}, beside="text")
     assert given == text_constraint("lark", among_one)
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.text.answer_reader import AnswerReader, Reading, Said, Thought
+from service.text.answer_reader import AnswerReader, ParserConfig, Said, Thought
 from service.text.calls.call_parser import Arguments, Begun, Call
 from service.text.calls.formats import FORMATS, format_of_template
 
@@ -183,7 +183,7 @@ TEXTS = [
 ]
 
 
-def read(pieces: Iterable[str], reading: Reading, *, is_cut: bool = False) -> list[Said]:
+def read(pieces: Iterable[str], reading: ParserConfig, *, is_cut: bool = False) -> list[Said]:
     """What an answer says, with what belongs together joined."""
     reader, joined = AnswerReader(reading), list[Said]()
     for one in [said for piece in pieces for said in reader.push(piece)] + reader.finish(is_cut=is_cut):
@@ -197,8 +197,8 @@ def read(pieces: Iterable[str], reading: Reading, *, is_cut: bool = False) -> li
     return joined
 
 
-def reading_of(name: str, **more: bool) -> Reading:
-    return Reading(calls=FORMATS[name], tools=TOOLS, **more)
+def reading_of(name: str, **more: bool) -> ParserConfig:
+    return ParserConfig(calls=FORMATS[name], tools=TOOLS, **more)
 
 
 @pytest.mark.parametrize(("name", "text", "said"), [*WRITTEN, *MENDED])
@@ -246,7 +246,7 @@ def test_where_the_text_is_cut_changes_nothing(
     assert read(text, reading) == whole
 
 
-def read_in_pieces(pieces: Iterable[str], reading: Reading, *, is_cut: bool = False) -> list[Said]:
+def read_in_pieces(pieces: Iterable[str], reading: ParserConfig, *, is_cut: bool = False) -> list[Said]:
     """The same where calls are told as they are written, with the parts of each joined."""
     reader, joined = AnswerReader(reading, in_pieces=True), list[Said]()
     for one in [said for piece in pieces for said in reader.push(piece)] + reader.finish(is_cut=is_cut):
@@ -355,7 +355,7 @@ class TestPieces:
         assert at[wanted] <= text.index("[1, 2]")
 
     def test_calls_that_were_not_asked_for_are_left_out(self) -> None:
-        reading = Reading(calls=FORMATS["hermes"], tools=TOOLS, max_calls=1)
+        reading = ParserConfig(calls=FORMATS["hermes"], tools=TOOLS, max_calls=1)
         assert read_in_pieces(HERMES_CALL + HERMES_CALL + " so", reading) == [ADD, "so"]
 
 
@@ -365,13 +365,13 @@ def test_a_text_without_marks_stays_as_it_is(name: str, text: str) -> None:
 
 
 def test_one_call_is_kept_where_one_is_asked_for() -> None:
-    reading = Reading(calls=FORMATS["hermes"], tools=TOOLS, max_calls=1)
+    reading = ParserConfig(calls=FORMATS["hermes"], tools=TOOLS, max_calls=1)
     assert read([HERMES_CALL + HERMES_CALL + " so"], reading) == [ADD, "so"]
 
 
 class TestThoughts:
-    READING = Reading(thinks=True)
-    OPENED = Reading(thinks=True, is_thinking=True)
+    READING = ParserConfig(thinks=True)
+    OPENED = ParserConfig(thinks=True, is_thinking=True)
 
     @pytest.mark.parametrize(
         ("text", "said"),
@@ -481,7 +481,7 @@ def test_blanks_that_wait_are_not_looked_at_anew(
     begin: str, blank: str, end: str, said: str, is_thinking: bool
 ) -> None:
     """No text that is kept back grows with the answer, so that each piece costs as much as it is long."""
-    reader = AnswerReader(Reading(FORMATS["hermes"], TOOLS, thinks=True, is_thinking=is_thinking))
+    reader = AnswerReader(ParserConfig(FORMATS["hermes"], TOOLS, thinks=True, is_thinking=is_thinking))
     marks = set(texts_in(reader))
     found = reader.push(begin)
     for _ in range(200):
@@ -494,7 +494,7 @@ def test_blanks_that_wait_are_not_looked_at_anew(
 
 
 def test_separators_that_wait_are_not_looked_at_anew() -> None:
-    reader = AnswerReader(Reading(FORMATS["llama3_json"], TOOLS))
+    reader = AnswerReader(ParserConfig(FORMATS["llama3_json"], TOOLS))
     marks = set(texts_in(reader))
     found = reader.push('{"name": "now", "parameters": {}}')
     for _ in range(200):

@@ -16,11 +16,11 @@ from service.api.adapter_routes import adapters
 from service.api.errors import QueueFull
 from service.api.metrics.metrics import Metrics
 from service.api.page_cache import PageCache
-from service.api.queue_limits import Gate
+from service.api.queue_limits import QueueLimits
 from service.api.routes import health, models, tokenize
 from service.api.schema.requests import DetokenizeRequest, TokenizeRequest
 from service.api.state import Services
-from service.fairness.client_identity import PAYER
+from service.fairness.client_identity import CLIENT
 from service.tenants.tenants import Tenants
 from tests.support.http.server import Server
 from tests.support.limits import LIMIT_SECONDS
@@ -82,8 +82,8 @@ def a_request(monkeypatch: pytest.MonkeyPatch, slow: Slow) -> tuple[Any, Service
         store=slow,
         tenants=Tenants(),
         started_at_seconds=0,
-        gate=Gate(NUM_PLACES),
-        calls=Gate(NUM_PLACES),
+        gate=QueueLimits(NUM_PLACES),
+        calls=QueueLimits(NUM_PLACES),
         pages=PageCache(),
     )
     for module in (adapters, auth, health, models, tokenize):
@@ -133,11 +133,11 @@ def test_one_payer_that_has_all_places_keeps_nobody_out(
     request, parts = a_request(monkeypatch, slow)
 
     async def run() -> None:
-        PAYER.set("flood")
+        CLIENT.set("flood")
         running = [asyncio.create_task(call(request)) for _ in range(NUM_PLACES)]
         await asyncio.sleep(0)
         assert parts.calls.num_open == NUM_PLACES
-        PAYER.set("another")
+        CLIENT.set("another")
         late = asyncio.create_task(call(request))
         await asyncio.sleep(0)
         assert parts.calls.num_open == NUM_PLACES + 1

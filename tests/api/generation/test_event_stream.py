@@ -14,8 +14,8 @@ import pytest
 
 from kernels.sampling.scored_token import ScoredToken
 from service.api.errors import EngineFailed
-from service.api.generation.job import Job
-from service.api.generation.output_chunk import Piece
+from service.api.generation.job import GenerationJob
+from service.api.generation.output_chunk import OutputChunk
 from service.api.generation.stream import EventStream
 from service.api.http.sse import TextEvent, encode_event
 from tests.api.conftest import BASE, Checkpoints
@@ -29,9 +29,9 @@ class Said:
     """A job: what a test says, and whether it was closed."""
 
     def __init__(self) -> None:
-        self.waiting: deque[Piece | Exception] = deque()
+        self.waiting: deque[OutputChunk | Exception] = deque()
         self.listener: Callable[[], object] = lambda: None
-        self.is_told, self.num_closed = False, 0
+        self.is_finished, self.num_closed = False, 0
 
     @property
     def has_news(self) -> bool:
@@ -41,17 +41,17 @@ class Said:
         self.listener = listener
         listener()
 
-    def say(self, what: Piece | Exception) -> None:
+    def say(self, what: OutputChunk | Exception) -> None:
         self.waiting.append(what)
         self.listener()
 
-    def poll(self) -> tuple[int, Piece] | None:
+    def poll(self) -> tuple[int, OutputChunk] | None:
         if not self.waiting:
             return None
         what = self.waiting.popleft()
         if isinstance(what, Exception):
             raise what
-        self.is_told = what.finish_reason is not None
+        self.is_finished = what.finish_reason is not None
         return 0, what
 
     def close(self) -> None:
@@ -62,7 +62,7 @@ class Chunks:
     def first(self) -> Iterator[str]:
         yield "first"
 
-    def added(self, _index: int, piece: Piece) -> Iterator[str]:
+    def added(self, _index: int, piece: OutputChunk) -> Iterator[str]:
         yield from piece.text.split()
 
     def last(self) -> Iterator[str]:
@@ -106,7 +106,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def answered(reads: Iterable[bool], last: Piece | Exception) -> tuple[Client, Said, list[Exception]]:
+def answered(reads: Iterable[bool], last: OutputChunk | Exception) -> tuple[Client, Said, list[Exception]]:
     """What comes of two words for each of `reads`, during which the client reads or not, and of `last`."""
     failed: list[Exception] = []
 
@@ -114,12 +114,12 @@ def answered(reads: Iterable[bool], last: Piece | Exception) -> tuple[Client, Sa
         client, job = Client(), Said()
         scope = {"multilora.connection": client, "multilora.notes": SimpleNamespace(failed=failed.append)}
         client.reads.set()
-        stream = EventStream(cast(Job, job), Chunks())
+        stream = EventStream(cast(GenerationJob, job), Chunks())
         answering = asyncio.create_task(stream(scope, client.receive, cast(Any, client.send)))
         await settle()
         for number, does_read in enumerate(reads):
             (client.reads.set if does_read else client.reads.clear)()
-            job.say(Piece(f"{number}a {number}b"))
+            job.say(OutputChunk(f"{number}a {number}b"))
             await settle()
         job.say(last)
         client.reads.set()
@@ -132,14 +132,14 @@ def answered(reads: Iterable[bool], last: Piece | Exception) -> tuple[Client, Sa
 @pytest.mark.parametrize("bits", range(16))
 def test_events_come_in_order_however_the_client_reads(bits: int) -> None:
     reads = [bool(bits >> place & 1) for place in range(4)]
-    client, job, failed = answered(reads, Piece("end", finish_reason="stop"))
+    client, job, failed = answered(reads, OutputChunk("end", finish_reason="stop"))
     assert client.got == ["first", *(f"{n}{half}" for n in range(4) for half in "ab"), "end", "last", "[DONE]", ""]
     assert (job.num_closed, failed) == (1, [])
     assert client.num_at_once >= all(reads) * 4
 
 
-@pytest.mark.parametrize("last", [Piece("end", finish_reason="stop"), EngineFailed("It is gone.")])
-def test_what_ends_a_stream_is_one_write(last: Piece | Exception) -> None:
+@pytest.mark.parametrize("last", [OutputChunk("end", finish_reason="stop"), EngineFailed("It is gone.")])
+def test_what_ends_a_stream_is_one_write(last: OutputChunk | Exception) -> None:
     client, _, _ = answered([True], last)
     assert client.got[-2:] == ["[DONE]", ""] and client.num_sent == len(["first", ""])
 
@@ -153,16 +153,16 @@ def test_a_failure_is_an_event_behind_what_came_before_it(does_read: bool) -> No
 
 
 def test_what_is_long_is_left_to_the_task_and_comes_in_its_place() -> None:
-    long = Piece("long", logprobs=[ScoredToken(1, 0.0, tuple((n, 0.0) for n in range(10_000)))])
+    long = OutputChunk("long", logprobs=[ScoredToken(1, 0.0, tuple((n, 0.0) for n in range(10_000)))])
 
     async def run() -> list[str]:
         client, job = Client(), Said()
         client.reads.set()
         scope = {"multilora.connection": client}
-        stream = EventStream(cast(Job, job), Chunks())
+        stream = EventStream(cast(GenerationJob, job), Chunks())
         answering = asyncio.create_task(stream(scope, client.receive, cast(Any, client.send)))
         await settle()
-        for piece in (Piece("before"), long, Piece("behind"), Piece("end", finish_reason="length")):
+        for piece in (OutputChunk("before"), long, OutputChunk("behind"), OutputChunk("end", finish_reason="length")):
             job.say(piece)
         await asyncio.wait_for(answering, LIMIT_SECONDS)
         return client.got
@@ -176,12 +176,12 @@ def test_a_client_that_goes_ends_it(does_read: bool) -> None:
         client, job = Client(), Said()
         client.reads.set()
         scope = {"multilora.connection": client}
-        stream = EventStream(cast(Job, job), Chunks())
+        stream = EventStream(cast(GenerationJob, job), Chunks())
         answering = asyncio.create_task(stream(scope, client.receive, cast(Any, client.send)))
         await settle()
         if not does_read:
             client.reads.clear()
-        job.say(Piece("word"))
+        job.say(OutputChunk("word"))
         client.goes.set()
         await settle()
         client.reads.set()  # the connection is lost, and whoever waited for it goes on

@@ -15,12 +15,12 @@ import pytest
 
 from kernels.sampling.scored_token import ScoredToken
 from service.api.admission.admission import Admitted
-from service.api.admission.model_resolution import Target
+from service.api.admission.model_resolution import ResolvedModel
 from service.api.admission.prompts import Prompt
-from service.api.admission.sequences import Plan
+from service.api.admission.sequences import PlannedSequence
 from service.api.errors import BadRequest, EngineFailed, NotReady, QueueFull, status_of
-from service.api.generation.job import Job
-from service.api.generation.output_chunk import Piece
+from service.api.generation.job import GenerationJob
+from service.api.generation.output_chunk import OutputChunk
 from service.api.http.sse import encode_event
 from service.api.logprob_budget import logprob_shares
 from service.api.metrics.metrics import Metrics
@@ -33,7 +33,7 @@ from service.engine.ipc.client import EngineClient
 from service.engine.ipc.link import EngineLink
 from service.engine.ipc.messages import Finished, FromEngine, Sampling, Submit, Tokens
 from service.engine.ipc.token_streams import EngineDied, NeverSent, TokenStream
-from service.fairness.client_identity import PAYER
+from service.fairness.client_identity import CLIENT
 from service.tenants.keys_file import Limits
 from service.tenants.limits import Tenant
 from service.tenants.tenants import Tenants
@@ -88,7 +88,7 @@ class Places:
     def __init__(self) -> None:
         self.num_open, self.has_adapter = 0, True
 
-    def leave(self, num_places: int, _payer: str) -> None:
+    def leave(self, num_places: int, _client: str) -> None:
         self.num_open -= num_places
 
     def release(self) -> None:
@@ -101,7 +101,7 @@ def places() -> Places:
     return Places()
 
 
-def admitted(parts: Services, places: Places, plans: list[Plan], tenant: Tenant | None = None) -> Admitted:
+def admitted(parts: Services, places: Places, plans: list[PlannedSequence], tenant: Tenant | None = None) -> Admitted:
     """A request that has its places and an adapter."""
     places.num_open = len(plans)
     parts.gate = cast(Any, places)
@@ -110,42 +110,49 @@ def admitted(parts: Services, places: Places, plans: list[Plan], tenant: Tenant 
     tenant = tenant or Tenants().default
     tenant.enter(len(plans))
     charge = tenant.take_tokens(sum(plan.most_tokens for plan in plans))
-    return Admitted(parts, tenant, Target("tiny", lease), plans, "tiny", charge)
+    return Admitted(parts, tenant, ResolvedModel("tiny", lease), plans, "tiny", charge)
 
 
 def a_job(
-    parts: Services, places: Places, plans: list[Plan], *, is_streamed: bool = True, tenant: Tenant | None = None
-) -> Job:
-    return Job(parts, admitted(parts, places, plans, tenant), is_streamed)
+    parts: Services,
+    places: Places,
+    plans: list[PlannedSequence],
+    *,
+    is_streamed: bool = True,
+    tenant: Tenant | None = None,
+) -> GenerationJob:
+    return GenerationJob(parts, admitted(parts, places, plans, tenant), is_streamed)
 
 
-def plan(request_id: str, stop: str = "the", **sampling: Any) -> Plan:
-    return Plan(request_id, Prompt((1,), ""), Sampling(max_tokens=100, **sampling), StopAutomaton([stop]), True, False)
+def plan(request_id: str, stop: str = "the", **sampling: Any) -> PlannedSequence:
+    return PlannedSequence(
+        request_id, Prompt((1,), ""), Sampling(max_tokens=100, **sampling), StopAutomaton([stop]), True, False
+    )
 
 
-async def pieces_of(job: Job) -> AsyncIterator[tuple[int, Piece]]:
+async def pieces_of(job: GenerationJob) -> AsyncIterator[tuple[int, OutputChunk]]:
     """(choice, piece) as they come."""
     news = asyncio.Event()
     job.listen(news.set)
-    while not job.is_told:
+    while not job.is_finished:
         news.clear()
         while (one := job.poll()) is not None:
             yield one
-        if not job.is_told:
+        if not job.is_finished:
             await news.wait()
 
 
-async def streamed(job: Job) -> list[tuple[int, str, str | None]]:
+async def streamed(job: GenerationJob) -> list[tuple[int, str, str | None]]:
     """(choice, text, finish_reason) of what comes."""
     return [(index, piece.text, piece.finish_reason) async for index, piece in pieces_of(job)]
 
 
 PIECES = (
-    Piece("one", token_ids=[1]),
-    Piece('"two"\\\n', token_ids=[2]),
-    Piece("", token_ids=[3]),
-    Piece("dr\u00f6i \U0001f642", token_ids=[4]),
-    Piece("three", finish_reason="stop", stop_reason=7),
+    OutputChunk("one", token_ids=[1]),
+    OutputChunk('"two"\\\n', token_ids=[2]),
+    OutputChunk("", token_ids=[3]),
+    OutputChunk("dr\u00f6i \U0001f642", token_ids=[4]),
+    OutputChunk("three", finish_reason="stop", stop_reason=7),
 )
 
 
@@ -197,13 +204,13 @@ def test_a_stop_string_ends_the_engine_s_work_although_nobody_reads(parts: Servi
 
 
 def test_who_takes_what_comes_at_once_hears_the_end_too(parts: Services, places: Places) -> None:
-    job, taken = a_job(parts, places, [plan("r")]), list[tuple[int, Piece] | None]()
+    job, taken = a_job(parts, places, [plan("r")]), list[tuple[int, OutputChunk] | None]()
     job.listen(lambda: taken.append(job.poll()))
     stream = cast(Any, parts.engine).streams["r"]
     stream.push(Tokens("r", tuple(parts.tokenizer.encode("a"))))
     stream.push(Finished("r", "length"))
     assert [one and one[1].finish_reason for one in taken] == [None, "length"]
-    assert (job.is_told, job.outcomes, places.num_open, places.has_adapter) == (True, ["length"], 0, False)
+    assert (job.is_finished, job.outcomes, places.num_open, places.has_adapter) == (True, ["length"], 0, False)
 
 
 def test_the_engine_is_told_whose_a_sequence_is_and_unused_tokens_come_back(parts: Services, places: Places) -> None:
@@ -345,7 +352,7 @@ class TestHeldLogprobs:
     def test_those_of_a_stream_count_while_they_wait(
         self, parts: Services, places: Places, keeps: bool, num_held: int
     ) -> None:
-        job = Job(parts, admitted(parts, places, [plan("a", logprobs=2)]), True, keeps_logprobs=keeps)
+        job = GenerationJob(parts, admitted(parts, places, [plan("a", logprobs=2)]), True, keeps_logprobs=keeps)
         self.say(parts, "a", "a")
         assert job.poll() is not None
         self.say(parts, "a")
@@ -370,10 +377,10 @@ class TestHeldLogprobs:
 
     def test_one_payer_leaves_some_for_another(self, parts: Services) -> None:
         parts.logprobs = logprob_shares(8)
-        whole = PAYER.set("hog")
+        whole = CLIENT.set("hog")
         job = a_job(parts, Places(), [plan("a", logprobs=2)], is_streamed=False)
         self.say(parts, "a", "a")
-        PAYER.reset(whole)
+        CLIENT.reset(whole)
         other = a_job(parts, Places(), [plan("b", logprobs=2)], is_streamed=False)
         self.say(parts, "b")
         cast(Any, parts.engine).streams["b"].push(Finished("b", "length"))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from service.text.answer_reader import AnswerReader, Reading
+from service.text.answer_reader import AnswerReader, ParserConfig
 from service.text.calls.call_parser import Arguments, Begun, Call
 from service.text.calls.formats import FORMATS
 from service.text.calls.value_kinds import Kinds
@@ -97,7 +97,7 @@ _MODE = {"enum": ["auto", 1, True, None, "2"]}
 )
 def test_a_value_becomes_what_the_schema_says(schema: dict[str, Any], text: str, value: Any) -> None:
     written = f"<tool_call>\n<function=f>\n<parameter=x>\n{text}\n</parameter>\n</function>\n</tool_call>"
-    reader = AnswerReader(Reading(calls=FORMATS["qwen3_coder"], tools={"f": parameters(x=schema)}))
+    reader = AnswerReader(ParserConfig(calls=FORMATS["qwen3_coder"], tools={"f": parameters(x=schema)}))
     (call,) = reader.push(written)
     assert isinstance(call, Call)
     read = json.loads(call.arguments)["x"]
@@ -113,11 +113,11 @@ def test_a_long_list_of_texts_is_looked_at_once_for_a_call() -> None:
     text = f"<tool_call>\n<function=f>\n{written}</function>\n</tool_call>"
     arguments = "{" + ", ".join(f'"{name}": "text 1"' for name in names) + "}"
 
-    whole = AnswerReader(Reading(calls=FORMATS["qwen3_coder"], tools=tools))
+    whole = AnswerReader(ParserConfig(calls=FORMATS["qwen3_coder"], tools=tools))
     assert whole.push(text) == [Call("f", arguments)]
     assert texts.num_looks == 1
 
-    in_pieces = AnswerReader(Reading(calls=FORMATS["qwen3_coder"], tools=tools), in_pieces=True)
+    in_pieces = AnswerReader(ParserConfig(calls=FORMATS["qwen3_coder"], tools=tools), in_pieces=True)
     found = [one for char in text.removesuffix("</tool_call>") for one in in_pieces.push(char)]
     assert found[0] == Begun("f") and "".join(one.text for one in found if isinstance(one, Arguments)) == arguments
     assert texts.num_looks == 2

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from adapters.gil_lock import GIL_LOCK
 from service.api.http.chunked_answers import json_answer, pieces
 from service.api.threads import NUM_THREADS, in_turn
-from service.fairness.client_identity import PAYER
+from service.fairness.client_identity import CLIENT
 from tests.support.limits import LIMIT_SECONDS
 from tests.support.tiers import examples
 
@@ -76,14 +76,14 @@ def test_a_client_that_goes_gives_it_back_too() -> None:
 
 
 def test_an_answer_s_pieces_are_made_in_its_payer_s_threads_and_in_turns_at_python_s_lock() -> None:
-    """A payer whose work has all the threads that it may have gets no piece; another one gets all of its own."""
+    """A client whose work has all the threads that it may have gets no piece; another one gets all of its own."""
     go = threading.Event()
 
     async def never() -> Any:
         await asyncio.Event().wait()
 
-    async def body_of(payer: str) -> bytes:
-        PAYER.set(payer)
+    async def body_of(client: str) -> bytes:
+        CLIENT.set(client)
         body = bytearray()
 
         async def send(message: Any) -> None:
@@ -94,7 +94,7 @@ def test_an_answer_s_pieces_are_made_in_its_payer_s_threads_and_in_turns_at_pyth
         return bytes(body)
 
     async def run() -> None:
-        PAYER.set("flood")
+        CLIENT.set("flood")
         flood = [asyncio.create_task(in_turn(go.wait, LIMIT_SECONDS)) for _ in range(NUM_THREADS)]
         await asyncio.sleep(0)
         late = asyncio.create_task(body_of("flood"))

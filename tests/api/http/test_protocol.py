@@ -16,7 +16,7 @@ from uvicorn.server import ServerState
 
 from service.api.http.connection_limits import ConnectionShares
 from service.api.http.protocol import Protocol
-from service.api.http.read_scheduler import ReadingTurns
+from service.api.http.read_scheduler import ReadScheduler
 from tests.support.limits import LIMIT_SECONDS
 
 
@@ -34,7 +34,7 @@ async def started(application: Any, made: list[Protocol] | None = None) -> tuple
     """The application, served on a port of its own. made: where its connections go."""
     config = uvicorn.Config(application, log_config=None, proxy_headers=False, timeout_keep_alive=3600)
     config.load()
-    shares, turns, server_state = ConnectionShares(4), ReadingTurns(), ServerState()
+    shares, turns, server_state = ConnectionShares(4), ReadScheduler(), ServerState()
 
     def make() -> Protocol:
         named: dict[str, Any] = {"config": config, "server_state": server_state, "app_state": {}}

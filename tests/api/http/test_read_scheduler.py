@@ -25,7 +25,7 @@ from service.api.http.read_scheduler import (
     MOST_READ_BYTES,
     PAUSE_PER_SECOND,
     USUAL_SECONDS,
-    ReadingTurns,
+    ReadScheduler,
     next_read_bytes,
 )
 from tests.api.conftest import BASE
@@ -41,7 +41,7 @@ async def nothing(_scope: Any, _receive: Any, send: Any) -> None:
 
 @asynccontextmanager
 async def connected(
-    turns: ReadingTurns,
+    turns: ReadScheduler,
     application: Any = nothing,
     *,
     num_clients: int = 1,
@@ -77,7 +77,7 @@ async def connected(
 
 def test_one_network_reads_once_in_each_pass_in_the_order_it_came() -> None:
     async def run() -> list[list[int]]:
-        turns, now, passes = ReadingTurns(), list[int](), []
+        turns, now, passes = ReadScheduler(), list[int](), []
         for number in range(9):
             if turns.take("flood", lambda number=number: now.append(number)):
                 now.append(number)
@@ -93,7 +93,7 @@ def test_one_network_reads_once_in_each_pass_in_the_order_it_came() -> None:
 
 def test_others_read_at_once_whatever_waits() -> None:
     async def run() -> None:
-        turns = ReadingTurns()
+        turns = ReadScheduler()
         taken = [turns.take("flood", lambda: None) for _ in range(1000)]
         assert taken.count(True) == 1
         assert turns.take("another", pytest.fail)
@@ -103,7 +103,7 @@ def test_others_read_at_once_whatever_waits() -> None:
 
 def test_a_network_whose_reads_are_costly_pauses_and_no_other_does() -> None:
     async def run() -> None:
-        turns, late = ReadingTurns(), list[str]()
+        turns, late = ReadScheduler(), list[str]()
         assert turns.take("costly", pytest.fail)
         turns.charge("costly", 1e6)
         assert turns.take("usual", pytest.fail)
@@ -121,7 +121,7 @@ def test_a_network_whose_reads_are_costly_pauses_and_no_other_does() -> None:
 
 def test_who_paused_goes_on() -> None:
     async def run() -> None:
-        turns, went_on = ReadingTurns(), asyncio.Event()
+        turns, went_on = ReadScheduler(), asyncio.Event()
         turns.take("costly", pytest.fail)
         turns.charge("costly", 2 * USUAL_SECONDS)
         assert not turns.take("costly", went_on.set)
@@ -135,7 +135,7 @@ def test_nobody_is_forgotten_whose_pause_ends_at_any_moment(pause_seconds: float
     """Each look at the clock is a second after the one before."""
 
     async def run() -> None:
-        turns, went_on = ReadingTurns(), asyncio.Event()
+        turns, went_on = ReadScheduler(), asyncio.Event()
         assert turns.take("one", pytest.fail)
         vars(asyncio.get_running_loop())["time"] = itertools.count(1e6).__next__
         turns.charge("one", USUAL_SECONDS + pause_seconds / PAUSE_PER_SECOND)
@@ -149,7 +149,7 @@ def test_nobody_is_forgotten_whose_pause_ends_at_any_moment(pause_seconds: float
 
 def test_a_read_that_fails_takes_no_turn_but_its_own() -> None:
     async def run() -> list[str]:
-        turns, went_on, failed = ReadingTurns(), asyncio.Event(), list[str]()
+        turns, went_on, failed = ReadScheduler(), asyncio.Event(), list[str]()
         asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(str(context["exception"])))
 
         def fail() -> None:
@@ -185,7 +185,7 @@ def test_who_has_gone_while_it_waited_to_be_read_is_timed_out_all_the_same(caplo
         pytest.fail("no request has come whole")
 
     async def run() -> list[int]:
-        turns, statuses = ReadingTurns(), list[int]()
+        turns, statuses = ReadScheduler(), list[int]()
         async with connected(turns, application, count=statuses.append) as ((client,), (connection,)):
             client.sendall(b"GET /version HTTP/1.1\r\n")
             while not connection.conn.num_received:
@@ -210,25 +210,25 @@ def test_a_body_that_a_proxy_passes_on_has_the_turns_of_who_pays_for_it() -> Non
 
     async def run() -> None:
         read = {"hostile": b"", "other": b"", "nobody": b""}
-        turns = ReadingTurns()
+        turns = ReadScheduler()
 
         async def application(scope: Any, receive: Any, send: Any) -> None:
-            payer = scope["path"].strip("/")
-            if payer != "nobody":
-                scope["multilora.connection"].is_paid_by(payer)
+            client = scope["path"].strip("/")
+            if client != "nobody":
+                scope["multilora.connection"].is_paid_by(client)
             more = True
             while more:
                 message = await receive()
-                read[payer] += message["body"]
+                read[client] += message["body"]
                 more = message["more_body"]
             await send({"type": "http.response.start", "status": 204, "headers": []})
             await send({"type": "http.response.body", "body": b""})
 
         async with connected(turns, application, num_clients=2, trusted=["127.0.0.1"]) as (clients, connections):
             hostile, other = clients
-            for payer, client in (("hostile", hostile), ("other", other)):
-                client.sendall(f"POST /{payer} HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\na".encode())
-                while read[payer] != b"a":
+            for client, client in (("hostile", hostile), ("other", other)):
+                client.sendall(f"POST /{client} HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\na".encode())
+                while read[client] != b"a":
                     await asyncio.sleep(0)
             assert turns.take("hostile", pytest.fail)
             turns.charge("hostile", 1e6)
@@ -261,7 +261,7 @@ async def served_behind_a_proxy(names: list[str], most: int) -> list[str]:
         served.append(name)
         await nothing(scope, receive, send)
 
-    behind = connected(ReadingTurns(), application, num_clients=len(names), trusted=["127.0.0.1"])
+    behind = connected(ReadScheduler(), application, num_clients=len(names), trusted=["127.0.0.1"])
     async with behind as (clients, _):
         for client, name in zip(clients, names, strict=True):
             client.sendall(f"GET /{name} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
@@ -295,7 +295,7 @@ def test_requests_that_come_at_once_on_a_connection_have_a_turn_each() -> None:
             passes[-1] += 1
             await nothing(scope, receive, send)
 
-        async with connected(ReadingTurns(), application, num_clients=4) as (clients, _):
+        async with connected(ReadScheduler(), application, num_clients=4) as (clients, _):
             for client in clients:
                 client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" * 3)
             while sum(passes) < 12:
@@ -309,7 +309,7 @@ def test_requests_that_come_at_once_on_a_connection_have_a_turn_each() -> None:
 def test_the_beginning_of_a_head_that_came_together_with_a_request_is_timed() -> None:
     async def run() -> list[int]:
         statuses = list[int]()
-        async with connected(ReadingTurns(), count=statuses.append) as ((client,), (connection,)):
+        async with connected(ReadScheduler(), count=statuses.append) as ((client,), (connection,)):
             client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\nG")
             while connection.cycle is None or not connection.cycle.response_complete:
                 await asyncio.sleep(0)
@@ -323,7 +323,7 @@ def test_the_beginning_of_a_head_that_came_together_with_a_request_is_timed() ->
 
 def test_a_request_that_waits_for_its_turn_is_not_cut_off_as_if_none_had_come() -> None:
     async def run() -> None:
-        turns = ReadingTurns()
+        turns = ReadScheduler()
         async with connected(turns) as ((client,), (connection,)):
             client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
             while connection.timeout_keep_alive_task is None:

@@ -16,8 +16,8 @@ from adapters.store.store import AdapterStore, StoreLimits, UploadPart
 from service.api.errors import BadRequest, QueueFull
 from service.api.uploads.multipart import in_upload_thread
 from service.api.uploads.receive import receive_upload
-from service.api.uploads.slots import MIN_BYTES_PER_SECOND, WINDOW_SECONDS, UploadPlace, UploadPlaces
-from service.fairness.client_identity import PAYER
+from service.api.uploads.slots import MIN_BYTES_PER_SECOND, WINDOW_SECONDS, UploadPlace, UploadSlots
+from service.fairness.client_identity import CLIENT
 from tests.support.adapter_files import config_bytes, small_layout
 from tests.support.limits import LIMIT_SECONDS
 
@@ -68,12 +68,12 @@ class Clock:
 
 
 @contextlib.contextmanager
-def paid_by(payer: str) -> Iterator[None]:
-    token = PAYER.set(payer)
+def paid_by(client: str) -> Iterator[None]:
+    token = CLIENT.set(client)
     try:
         yield
     finally:
-        PAYER.reset(token)
+        CLIENT.reset(token)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_a_slow_upload_of_who_has_most_ends_when_another_wants_its_place(
     bytes_per_second: int, is_taken_back: bool
 ) -> None:
     clock = Clock()
-    places = UploadPlaces(8, clock)
+    places = UploadSlots(8, clock)
     with contextlib.ExitStack() as opened:
         with paid_by("hog"):
             slow = [opened.enter_context(places.place()) for _ in range(4)]

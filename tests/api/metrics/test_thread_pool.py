@@ -10,7 +10,7 @@ from concurrent.futures import Future, wait
 
 import pytest
 
-from service.fairness.client_identity import payer_of
+from service.fairness.client_identity import client_of
 from service.fairness.thread_pool import FairPool
 from tests.support.limits import LIMIT_SECONDS
 
@@ -107,11 +107,11 @@ def test_a_failure_is_gone_with_its_future() -> None:
 
 
 def test_a_payer_is_a_key_or_else_a_network() -> None:
-    assert payer_of("acme", "1.2.3.4") == "acme"
-    assert payer_of("", "1.2.3.4") == "1.2.3.4"
+    assert client_of("acme", "1.2.3.4") == "acme"
+    assert client_of("", "1.2.3.4") == "1.2.3.4"
     same, other = ("2001:db8::1", "2001:db8:0:0:ffff::2"), "2001:db8:0:1::1"
-    assert len({payer_of("", address) for address in same}) == 1
-    assert payer_of("", other) != payer_of("", same[0])
+    assert len({client_of("", address) for address in same}) == 1
+    assert client_of("", other) != client_of("", same[0])
     # As a proxy writes addresses of IPv4 that listens to both.
-    assert [payer_of("", f"::ffff:1.2.3.{host}") for host in (4, 5)] == ["1.2.3.4", "1.2.3.5"]
-    assert payer_of("", "") == ""
+    assert [client_of("", f"::ffff:1.2.3.{host}") for host in (4, 5)] == ["1.2.3.4", "1.2.3.5"]
+    assert client_of("", "") == ""

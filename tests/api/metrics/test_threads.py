@@ -1,4 +1,4 @@
-"""Threads of the API: a payer that fills them keeps nobody else out."""
+"""Threads of the API: a client that fills them keeps nobody else out."""
 
 from __future__ import annotations
 
@@ -6,30 +6,30 @@ import asyncio
 import os
 import threading
 
-from service.api.run_in_thread import LONG_TEXT_CHARS, off_loop
+from service.api.run_in_thread import LONG_TEXT_CHARS, run_in_thread
 from service.api.threads import in_turn
-from service.fairness.client_identity import PAYER
+from service.fairness.client_identity import CLIENT
 from service.fairness.thread_pool import FairPool
 from tests.support.limits import LIMIT_SECONDS
 
 
 def test_another_payer_s_work_is_next_however_much_one_has_sent() -> None:
-    """One thread, which the first payer's work has, and nine times as much of it waits."""
+    """One thread, which the first client's work has, and nine times as much of it waits."""
     go, done = threading.Event(), list[str]()
     pool = FairPool(1, "test")
 
     def work(name: str, *, waits: bool = False) -> str:
         if waits:
             assert go.wait(LIMIT_SECONDS)
-        done.append(f"{name} {PAYER.get()}")
+        done.append(f"{name} {CLIENT.get()}")
         return name
 
     async def run() -> None:
-        PAYER.set("flood")
+        CLIENT.set("flood")
         first = asyncio.create_task(in_turn(work, "first", pool=pool, waits=True))
         rest = [asyncio.create_task(in_turn(work, str(number), pool=pool)) for number in range(9)]
         await asyncio.sleep(0)
-        PAYER.set("other")
+        CLIENT.set("other")
         other = asyncio.create_task(in_turn(work, "late", pool=pool))
         await asyncio.sleep(0)
         rest.pop().cancel()
@@ -69,11 +69,11 @@ def test_long_texts_of_one_payer_leave_processors_to_others() -> None:
         assert go.wait(LIMIT_SECONDS)
 
     async def run() -> int:
-        PAYER.set("flood")
-        flood = [asyncio.create_task(off_loop(work, size_chars=LONG_TEXT_CHARS)) for _ in range(most + 8)]
+        CLIENT.set("flood")
+        flood = [asyncio.create_task(run_in_thread(work, size_chars=LONG_TEXT_CHARS)) for _ in range(most + 8)]
         await asyncio.sleep(0)
-        PAYER.set("other")
-        assert await off_loop(lambda: "other's", size_chars=LONG_TEXT_CHARS) == "other's"
+        CLIENT.set("other")
+        assert await run_in_thread(lambda: "other's", size_chars=LONG_TEXT_CHARS) == "other's"
         # All threads of the usual pool but for one would have begun before this, had they been given the texts.
         num_before = num_begun
         go.set()

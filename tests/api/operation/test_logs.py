@@ -46,7 +46,7 @@ def test_a_payer_has_its_lines_and_what_is_left_out_is_told_once(
     lines: RefusalLines, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert [lines.may_write("one") for _ in range(10)] == [True] * 3 + [False] * 7
-    assert lines.may_write("two"), "one payer's flood costs no other its lines"
+    assert lines.may_write("two"), "one client's flood costs no other its lines"
     clock.now += 59.9
     assert not lines.may_write("one")
     lines.tell()

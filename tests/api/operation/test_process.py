@@ -250,7 +250,7 @@ def test_accepted_connections_send_at_once() -> None:
 
 def start_template_workers(server: Server, chat: dict[str, Any]) -> None:
     """Have every thread that renders adapters' templates start its process, of which there is one at least: while that
-    stands still, it is another one that answers a chat. One payer has one thread, so two of them ask."""
+    stands still, it is another one that answers a chat. One client has one thread, so two of them ask."""
 
     def ask(address: str) -> None:
         with httpx.Client(transport=httpx.HTTPTransport(local_address=address), timeout=LIMIT_SECONDS) as http:

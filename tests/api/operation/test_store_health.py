@@ -6,7 +6,7 @@ import asyncio
 import threading
 
 from adapters.files.writability import WriteFault
-from service.api.store_health import StoreLook
+from service.api.store_health import StoreHealth
 from tests.support.limits import LIMIT_SECONDS
 
 
@@ -33,7 +33,7 @@ async def begun(disk: Disk) -> None:
 
 def test_those_who_come_during_a_look_share_the_next() -> None:
     async def run() -> None:
-        disk, looks = Disk(), StoreLook(LIMIT_SECONDS)
+        disk, looks = Disk(), StoreHealth(LIMIT_SECONDS)
         first = asyncio.create_task(looks.fault(disk.look))
         await begun(disk)
         others = [asyncio.create_task(looks.fault(disk.look)) for _ in range(1000)]
@@ -53,7 +53,7 @@ def test_those_who_come_during_a_look_share_the_next() -> None:
 
 def test_a_disk_that_does_not_answer_is_waited_for_once() -> None:
     async def run() -> None:
-        disk, looks = Disk(), StoreLook(0.0)
+        disk, looks = Disk(), StoreHealth(0.0)
         assert [await looks.fault(disk.look) for _ in range(99)] == ["unreachable"] * 99
         await begun(disk)
         assert [await looks.fault(disk.look) for _ in range(99)] == ["unreachable"] * 99
