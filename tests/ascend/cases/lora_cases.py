@@ -23,6 +23,8 @@ NUM_VECTOR_CORES = 40
 ON_CHIP_BYTES = 192 * 1024
 # Of a place that no segment has.
 NOBODYS_RANK = 7
+# How many times as large as others what cancels is.
+CANCELLED = 256.0
 MAPS = frozenset({"token_segment", "segment_starts", "places", "first_rows", "ranks", "scalings", "a_table", "chunks"})
 
 
@@ -37,6 +39,8 @@ class Step:
     first_row    of the first adapter; rows before it are nobody's
     dtype        of x and out; row_dtype of the rows, None = the same
     interleaved  the rows of A stand slice by slice in one buffer, as behind a base weight
+    cancels      ranks 0 to 15 of an adapter add much, which ranks 16 to 31 take away again: what is left is right only
+                 where deltas of all ranks are added up in more bits than out has
     far          32 bits do not count the elements before a tile of x or out, nor those before the rows of A or B
     """
 
@@ -50,6 +54,7 @@ class Step:
     dtype: torch.dtype = torch.bfloat16
     row_dtype: torch.dtype | None = None
     interleaved: bool = False
+    cancels: bool = False
     far: bool = False
 
     @property
@@ -125,6 +130,10 @@ def make_data(step: Step, seed: int = 0) -> Data:
                 first = max(first_row, 0)
                 rows[first : first + rank] = values.to(step.of_rows)
                 rows[first + rank : first + -(-rank // 16) * 16] = 0.0
+    if step.cancels:
+        for rows in b:
+            for first_row in first_rows:
+                rows[first_row + 16 : first_row + 32] = -rows[first_row : first_row + 16]
     if step.interleaved:
         a = torch.stack(a, dim=1).unbind(1)
     random_scalings = (torch.rand(len(step.widths), len(step.lengths), generator=random) + 0.5).tolist()
@@ -248,6 +257,9 @@ def expand(
     for s, tokens, ranks, rest in _blocks(step, data):
         mine = h[s, tokens, :, ranks]
         mine.copy_(torch.randn(mine.shape, generator=random))
+        if step.cancels:
+            mine[..., :16] *= CANCELLED
+            mine[..., 16:32] = mine[..., :16]
         h[s, tokens, :, rest] = 0.0
     plan = triton_ascend.plan_expand(h, data.out, data.stack, data.maps, regime, overwrite=overwrite)
     expected = data.out.clone()
@@ -276,6 +288,9 @@ ODD = Step([3, 20, 1], [[16, 5, 40]], 1000, [777], num_base=4)
 PACKED = Step([2, 1, 5], [[16, 8, 0], [16, 0, 0], [3, 33, 0]], 500, [300, 40, 8], num_base=1, interleaved=True)
 ONE = Step([1], [[16]], *OUT)
 LARGE_RANKS = Step([18, 1, 5], [[40, 130, 33]], 200, [300])
+# Deltas that round to out's type after each block of ranks lose what is left.
+CANCELLING = Step([3, 17], [[40, 48]], 200, [130], cancels=True)
+CANCELLING_PREFILL = Step([70, 30], [[40, 48]], 128, [130], cancels=True)
 # Two groups of 16 tokens: B is read once for each, and h of a token in its own alone.
 GROUPS = Step([32], [[64]], 16, [512])
 # Every part of the ranks has work in both tiles.
@@ -371,7 +386,11 @@ def _variants() -> list[Case]:
         if regime == "few":  # the cube gets h in the rows' type
             expands["float32 h"] = partial(expand, steps["packed"], in_float32=True)
             expands["two groups"] = partial(expand, GROUPS, in_float32=True, judge_traffic=True, max_traffic=1.9)
+            expands["cancelling"] = partial(expand, CANCELLING)
+            expands["cancelling, overwrite"] = partial(expand, CANCELLING, overwrite=True)
             expands["large ranks, overwrite"] = partial(expand, steps["large ranks"], overwrite=True)
+        else:
+            expands["cancelling"] = partial(expand, CANCELLING_PREFILL)
         shrinks["float32 h"] = partial(shrink, steps["packed"], in_float32=True)
         for dtype, row_dtype in _MIXED_DTYPES:
             step = dataclasses.replace(_SMALL[regime], dtype=dtype, row_dtype=row_dtype)

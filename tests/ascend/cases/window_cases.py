@@ -14,6 +14,7 @@ from kernels.lora.ascend.tiles import TABLES, Regime
 from kernels.lora_window import reference, triton_ascend, triton_ascend_kernels
 from tests.ascend.cases.far import far_apart
 from tests.ascend.cases.lora_cases import (
+    CANCELLED,
     COLUMN,
     CONV,
     DELTA,
@@ -55,6 +56,9 @@ def _product(data: Data, seed: int = 1) -> torch.Tensor:
             first = num_columns + max(segment.first_rows[0], 0) * num_slices + s
             h = product[segment.start : segment.end, first::num_slices][:, : ranks[segment.place]]
             h.copy_(torch.randn(h.shape, generator=random))
+            if data.step.cancels:
+                h[:, :16] *= CANCELLED
+                h[:, 16:32] = h[:, :16]
     return product
 
 
@@ -144,6 +148,7 @@ LFM2 = Step([3, 1], [[24, 5]], 16, CONV[1], num_base=1)
 THREE_SLICES = Step([3, 1], [[24, 5], [16, 0], [8, 16]], 16, [1024, 1024, 1024], num_base=1)
 # The window's first adapter: rows may begin at row 0, which is also what stands for those of adapters without any.
 FIRST_ROWS = Step([3, 2], [[16, 5]], 16, [130], num_base=1, first_row=0)
+CANCELLING = Step([3, 9], [[40, 48]], 16, [130], cancels=True)
 # Far are both a token of a visit and the first of another.
 FAR = Step([33, 1], [[16, 40]], 16, [256], far=True)
 
@@ -164,7 +169,7 @@ _JUDGED_EXPANDS = {
 _EXPANDS = {
     "odd sizes": ODD, "packed": PACKED, "large ranks": LARGE_RANKS, "base tile": BASE_TILE, "no spare": NO_SPARE,
     "two tiles": TILES, "qwen3.5": QWEN35, "lfm2": LFM2, "far": FAR,
-    "three slices": THREE_SLICES, "one column": ONE_COLUMN, "first rows": FIRST_ROWS,
+    "three slices": THREE_SLICES, "one column": ONE_COLUMN, "first rows": FIRST_ROWS, "cancelling": CANCELLING,
 }  # fmt: skip
 _JUDGED_GATES = {
     "one token": _packed(ONE, 2, GATES), "8 adapters": _packed(EIGHT, 2, GATES),
@@ -173,7 +178,7 @@ _JUDGED_GATES = {
 _GATES = {
     "odd sizes": GATE_ODD, "untargeted": GATE_UNTARGETED, "no rows": GATE_BASE, "no spare": GATE_NO_SPARE,
     "base tile": GATE_BEHIND, "two tiles": _packed(TILES, 2, [130, 130]), "far": _packed(FAR, 2, [256, 256]),
-    "first rows": _packed(FIRST_ROWS, 2, [130, 130]),
+    "first rows": _packed(FIRST_ROWS, 2, [130, 130]), "cancelling": _packed(CANCELLING, 2, [130, 130]),
 }  # fmt: skip
 # Three groups of at most 8 tokens: B is read once for each, and h of a token in its own alone. Groups of 16 would move
 # 1.77 and 1.85 times the minimum, but the gate's take 89 % of the unified buffer, and each token of a rank above 16
