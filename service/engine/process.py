@@ -44,7 +44,7 @@ SHUTTING_DOWN = "The server is shutting down."
 
 
 class EngineProcess:
-    """Feeds messages to the engine and sends out what it says."""
+    """Feeds messages to the engine and sends its events."""
 
     def __init__(self, engine: Engine, side: EngineSide, inbox: queue.SimpleQueue[list[ToEngine]]) -> None:
         self._engine = engine
@@ -248,7 +248,7 @@ def warm_up(engine: Engine) -> None:
 
 
 def _read(side: EngineSide, inbox: queue.SimpleQueue[list[ToEngine]], wake: list[threading.Event]) -> None:
-    """The reader thread. Without a parent there is nobody to work for: the process ends here, at once."""
+    """The reader thread. Without a parent the process ends here, at once."""
     while (messages := side.read()) is not None:
         inbox.put(messages)  # a frame whole: its requests begin in the same step
         for event in wake:

@@ -36,7 +36,7 @@ NO_TOKEN_LEFT = "allowed_token_ids, bad_words and min_tokens leave no token to c
 def error_in(
     request: Submit, capacity: Capacity, kv_capacity_tokens: int, rows: Rows | None, *, has_grammars: bool
 ) -> str | None:
-    """One sentence that says what is wrong and what to do, or None if the request can be served.
+    """One sentence with the fault and its cure, or None if the request can be served.
 
     has_grammars  whether the engine can follow grammars
     """

@@ -1,7 +1,7 @@
 """The requests that wait or run, from their arrival to their last message.
 
-Who owns: this has the table of requests and what is to be told of them; what a sequence holds is the scheduler's, its
-grammar that of `constrained`. Who frees: `finish` and `abort`, through those two, at once.
+Who owns: this owns the table of requests and their unsent events; the scheduler owns what a sequence holds, and
+`constrained` its grammar. Who frees: `finish` and `abort`, through those two, at once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BAD_GRAMMAR = "The answer's format cannot be followed"
 class Requests:
     """See the module's docstring.
 
-    events  to be told, oldest first; whoever tells them takes them by `take_events`
+    events  to be sent, oldest first; the sender fetches them by `take_events`
     rows    of adapters, None where LoRA is off
     """
 
@@ -82,7 +82,7 @@ class Requests:
             self._scheduler.add(sequence)
 
     def schedule_compiled(self) -> None:
-        """Hand over to the scheduler whoever's grammar is compiled; answer those whose grammar cannot be followed."""
+        """Pass sequences with compiled grammars to the scheduler; fail those whose grammar cannot be followed."""
         for sequence, error in self._constrained.take_compiled():
             if error:
                 self.finish(sequence, _bad_grammar(sequence, error))
@@ -109,7 +109,7 @@ class Requests:
                 self.finish(sequence, Finished(sequence.request_id, "error", error=error, client_fault=is_clients))
 
     def finish(self, sequence: Sequence, message: Finished) -> None:
-        """Give back all that the sequence holds, and tell of its end."""
+        """Free all that the sequence holds, and add the event of its end."""
         self._forget(sequence)
         self.events.append(message)
 
@@ -156,7 +156,7 @@ class Requests:
         return bool(error)
 
     def check_integrity(self) -> None:
-        """Every request is queued, at one place, and nothing else is."""
+        """Every request is in exactly one queue, and nothing else is."""
         known = sorted(sequence.key for sequence in self._sequences.values())
         queued = [*self._scheduler.waiting, *self._scheduler.running, *self._constrained.waiting]
         assert known == sorted(sequence.key for sequence in queued), "a request is lost"

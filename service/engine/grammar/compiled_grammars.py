@@ -32,11 +32,11 @@ class Worker(Protocol):
 
 
 class Grammars:
-    """The engine's compiled grammars. One is compiled at a time, of those who wait in turn.
+    """The engine's compiled grammars. One is compiled at a time; owners are served round-robin.
 
     table   None where the model's tokenizer cannot be used with grammars
-    thread  that compiles
-    wake    called, in that thread, when something has been compiled
+    thread  the thread that compiles
+    wake    called in that thread when a grammar has been compiled
     """
 
     def __init__(self, table: TokenTable | None, thread: Worker, wake: Callable[[], None]) -> None:
@@ -44,14 +44,14 @@ class Grammars:
         self._thread = thread
         self._wake = wake
         self._compiled: FairCache[str, Any] = FairCache(MAX_COMPILED)
-        # Grammar, who had it compiled, None for one that was kept already, and what came of it.
+        # Grammar, its owner (None if it was cached already), and the result.
         self._done: deque[tuple[str, str | None, Any]] = deque()
         self._waiting: dict[str, list[Any]] = {}
-        self._turns: dict[str, deque[str]] = {}  # of each owner, whose turn is next first; shared with the thread
+        self._turns: dict[str, deque[str]] = {}  # by owner, the next one first; shared with the thread
         self._lock = threading.Lock()
 
     def begin(self, grammar: str, key: Any, owner: str) -> None:
-        """Compile the grammar for `key`, which `take_done` gives back, when it is its owner's turn."""
+        """Queue the grammar for compilation; `take_done` returns it with `key`."""
         assert self.table is not None, "admission refuses grammars without a table"
         if grammar in self._waiting:
             self._waiting[grammar].append(key)

@@ -1,8 +1,8 @@
-"""Sequences that may not choose any token they like, from their request on: they wait for their grammars, which are
-compiled beside the steps (`compiled_grammars.py`), and each of their steps has a mask of its own (`masks.py`).
+"""Constrained sequences: from their request on they wait for their grammars, which are compiled beside the steps
+(`compiled_grammars.py`), and each of their steps has a mask of its own (`masks.py`).
 
-Who owns: this has the compiled grammars, the masks under way and the sequences that wait; a sequence's constraint is
-the sequence's. Whoever forgets a sequence says so here.
+Who owns: this owns the compiled grammars, the masks under way and the sequences that wait; a sequence owns its
+constraint. The code that drops a sequence must also call `forget` here.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class GrammarSequences:
     # ---- the way to the scheduler
 
     def add(self, sequence: Sequence, request: Submit) -> bool:
-        """Whether the sequence, which is the request's, can be scheduled now; if not, `take_compiled` tells when."""
+        """Whether the request's sequence can be scheduled now; if not, `take_compiled` returns it once it can."""
         sampling = request.sampling
         if sampling.grammar is None or not sampling.max_tokens:
             if has_constraint(sampling):
@@ -105,8 +105,8 @@ class GrammarSequences:
     # ---- the masks of a step
 
     def begin_masks(self, sequences: abc.Sequence[Sequence], gone: Collection[Sequence] = ()) -> None:
-        """Make the masks of a step's constrained sequences in a thread: all their tokens before it are known, but
-        of those that are `gone`, whose tokens nobody reads."""
+        """Make the masks of a step's constrained sequences in a thread. All their tokens before it are known, except
+        those of sequences in `gone`, whose tokens are not read."""
         self._masks.begin([None if sequence in gone else sequence.constraint for sequence in sequences])
 
     def wait_masks(self) -> torch.Tensor:

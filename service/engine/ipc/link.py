@@ -1,4 +1,4 @@
-"""One engine, wherever it runs: what it has said, and the streams of the requests that were sent to it.
+"""One engine, wherever it runs: its last messages, and the streams of the requests that were sent to it.
 
 Imports no torch. Everything runs in one event loop. Who owns: a link owns the streams of its requests until they end.
 """
@@ -38,11 +38,11 @@ State = Literal["starting", "ready", "restarting", "draining", "down"]
 
 
 class EngineLink(abc.ABC):
-    """One engine, wherever it runs: what it has said, and the streams of the requests that were sent to it.
+    """One engine, wherever it runs: its last messages, and the streams of the requests that were sent to it.
 
-    `state_error` is one sentence while the state is "restarting" or "down"; `ready` and `stats` are what the engine
-    that lives now has said, else None; `cordoned` why it is to get no new requests though it is ready; `tiers` where it
-    holds adapters, by digest; `heard_seconds` when it said something last, by time.monotonic().
+    `state_error` is one sentence while the state is "restarting" or "down"; `ready` and `stats` are the last
+    messages of the engine that runs now, else None; `cordoned` the reason for no new requests although it is ready;
+    `tiers` where it holds adapters, by digest; `heard_seconds` the time of its last message, by time.monotonic().
     """
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ class EngineLink(abc.ABC):
     # ---- requests; none of these waits
 
     def submit(self, request: Submit) -> TokenStream:
-        """Send a request to the engine, now. The stream says how it went, also if the engine is not there."""
+        """Send a request to the engine, now. If the engine is not there, the stream raises NeverSent."""
         assert request.request_id not in self._streams, "request ids are unique"
         stream = TokenStream(request.request_id, self.abort)
         if self.state != "ready":
@@ -113,20 +113,20 @@ class EngineLink(abc.ABC):
             self._send(Load(digest))
 
     def evict(self, digest: str) -> None:
-        """Forget what was read of an adapter, as soon as no request runs with it. A later engine never had it."""
+        """Free an adapter's rows and host memory as soon as no request runs with it. A later engine never had it."""
         if self.state == "ready":
             self._send(Evict(digest))
-            if digest in self._pinned:  # an engine gives up one that it cannot read until it is told anew
+            if digest in self._pinned:  # an engine unpins one that it cannot read
                 self._send(Pin(self._pinned))
 
     def pin(self, digests: Collection[str]) -> None:
-        """Have these adapters on the device, asked for or not, and no others for that reason. Later engines too."""
+        """Pin these adapters on the device, and no others; also on later engines."""
         self._pinned = tuple(digests)
         if self.state == "ready":
             self._send(Pin(self._pinned))
 
     def ping(self) -> None:
-        """Have it say Stats when its step is over."""
+        """Make the engine send Stats when its step is over."""
         if self.state == "ready":
             self._send(Ping())
 
@@ -189,7 +189,7 @@ class EngineLink(abc.ABC):
                 self.tiers[digest] = tier
 
     def _lose_all(self, error: str, *, was_ready: bool = True) -> None:
-        """The engine is gone, and with it all requests. That is no news where it was told to go before it was ready."""
+        """Fail all requests of an engine that is gone. The log is quiet if it was drained before it was ready."""
         told_level = logging.INFO if was_ready else logging.DEBUG
         log.log(told_level if self.state == "draining" else logging.ERROR, "engine: %s", error)
         streams, self._streams = self._streams, {}
@@ -199,8 +199,8 @@ class EngineLink(abc.ABC):
             listener(error)
 
     def _send(self, message: ToEngine) -> None:
-        """With all else of this turn of the loop. After the engine's end it goes nowhere, and the streams are told of
-        that."""
+        """Send a message in the frame of this iteration of the loop. After the engine's end it is dropped; the streams
+        raise then."""
         if self._outbox is not None:
             self._outbox.send(message)
 

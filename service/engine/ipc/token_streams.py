@@ -1,7 +1,7 @@
-"""A request's messages on their way from the engine to who waits for them. Imports no torch.
+"""Streams of a request's messages from the engine to their reader. Imports no torch.
 
-Who owns: a stream is owned by who submitted. Closing it early aborts its request. A stream that is read slowly holds
-its own messages (at most one per token) and delays nobody; whoever listens to it has them at once. When the engine
+Who owns: the submitter owns the stream. Closing it early aborts its request. A stream that is read slowly holds its own
+messages (at most one per token) and delays no other; a listener is called at once. When the engine
 dies, every stream raises EngineDied once its messages are read; requests are never sent again silently.
 """
 
@@ -47,9 +47,8 @@ class TokenStream(AsyncIterator[Tokens | Finished]):
         self._notify()
 
     def listen(self, listener: Callable[[], None], _begin_anew: Callable[[], bool] | None = None) -> None:
-        """Call `listener` whenever `poll` has something to give or to raise, now if it has already. It never raises.
-        Nobody may wait for the next message any more.
-        Of one engine alone, nothing is ever begun anew."""
+        """Call `listener` whenever `poll` would return a message or raise, now if it would already. It never raises.
+        The stream may not be iterated any more. With one engine, no request ever begins anew."""
         self._listener = listener
         if self._messages or self._death is not None:
             listener()
@@ -83,7 +82,7 @@ class TokenStream(AsyncIterator[Tokens | Finished]):
             self._news.set()
 
     async def aclose(self) -> None:
-        """Give up; the engine forgets the request unless it is over. Safe to call at any time."""
+        """Abort the request unless it is over. Safe to call at any time."""
         if not self._is_over:
             self._is_over = True
             self._news.set()

@@ -1,4 +1,4 @@
-"""How messages cross the socket between the API process and the engine process; the only place that knows.
+"""Frames of messages on the socket between the API process and the engine process; the only module that knows them.
 
 A frame is a 4-byte big-endian length and a msgpack array of messages, so that all output of a step is one write, and
 all requests that came at the same time are there for one step. The first frame to the engine is its EngineOptions

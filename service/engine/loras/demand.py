@@ -17,9 +17,9 @@ _UNKNOWN = (-1, False)
 class Wanted:
     """An adapter that has users.
 
-    rows       that it takes on the device, as its users say until it has been read
+    rows       rows that it takes on the device, by its users' requests until it has been read
     num_pins   users that run
-    num_reads  that were begun for its users; what was read once and given up is read again only when it can be used
+    num_reads  reads begun for its users; an adapter that was read and dropped is read again only when it can be used
     num_misses reads that found no files
     room       whether it has room, and the number of pin changes at which that was found
     """
@@ -32,19 +32,19 @@ class Wanted:
     room: tuple[int, bool] = _UNKNOWN
 
     def is_of(self, rows: Mapping[str, int]) -> None:
-        """It has been read, and takes so many rows."""
+        """Set the rows of an adapter that has been read."""
         self.rows, self.room = rows, _UNKNOWN
 
     def forget_reads(self) -> None:
-        """They were of other files."""
+        """Reset the counts, which were of other files."""
         self.num_reads = self.num_misses = 0
 
 
 class AdapterUsers:
-    """By digest.
+    """The adapters that have users, by digest.
 
     rows             None where LoRA is off
-    num_pin_changes  how often rows have come into use, or out of it: whoever changes that says so here
+    num_pin_changes  how often rows have come into use, or out of it; counted up by the code that does it
     """
 
     def __init__(self, rows: Rows | None) -> None:
@@ -65,11 +65,11 @@ class AdapterUsers:
         return self._wanted[digest]
 
     def get(self, digest: str) -> Wanted | None:
-        """None if nobody wants it."""
+        """The adapter's demand; None if it has no users."""
         return self._wanted.get(digest)
 
     def enter(self, digest: str, rows: Mapping[str, int]) -> Wanted:
-        """One more, who says that it takes so many rows."""
+        """Add a user, by whose request the adapter takes so many rows."""
         wanted = self._wanted.setdefault(digest, Wanted())
         if not wanted.rows:
             wanted.rows = rows
@@ -77,7 +77,7 @@ class AdapterUsers:
         return wanted
 
     def leave(self, digest: str) -> bool:
-        """One less, who holds no pin any more; whether that was the last one."""
+        """Remove a user that holds no pin; whether it was the last one."""
         wanted = self._wanted[digest]
         wanted.num_users -= 1
         assert wanted.num_pins <= wanted.num_users, "a request left with its pin"

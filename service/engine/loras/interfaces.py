@@ -29,25 +29,25 @@ class HostSource(Protocol):
         """Whether it is in host memory, which is no use of it."""
 
     def get(self, digest: str) -> Any:
-        """The adapter in host memory, read from the store if need be; `rows` of it are those that it takes, `num_bytes`
-        its bytes."""
+        """The adapter in host memory, read from the store if need be. Its `rows` are those that it takes on the device,
+        its `num_bytes` its size."""
 
     def drop(self, digest: str) -> None:
         """Forget it; unknown digests are ignored."""
 
     def take_evicted(self) -> list[str]:
-        """Digests that have made room for others since the last call."""
+        """Digests that were evicted since the last call."""
 
 
 class Loader(Protocol):
-    """Does what is submitted, one after the other: in a thread (`TransientThread`), or when a test says so."""
+    """Runs submitted work, one piece after the other: in a thread (`TransientThread`), or when a test steps it."""
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Do `work`, which handles its own errors, after what was submitted before it. Raises RuntimeError, and has not
-        taken it, where it cannot be done."""
+        """Queue `work`, which handles its own errors. Raises RuntimeError, and does not queue it, where it cannot be
+        done."""
 
     def close(self) -> None:
-        """Drop what has not begun, and wait for what has."""
+        """Drop work that has not begun, and wait for the one that has."""
 
 
 class CopyEvent(Protocol):

@@ -1,7 +1,7 @@
-"""Adapters that an operator wants on the device, whether they are asked for or not.
+"""The operator's pins: adapters held on the device without requests.
 
-While somebody waits or runs whose adapter cannot be there beside them, they are like any others: nobody may wait for
-ever for an operator's pins.
+While a request waits or runs whose adapter cannot fit beside them, they are adapters like any others: no request may
+wait forever for an operator's pins.
 """
 
 from __future__ import annotations

@@ -1,14 +1,13 @@
-"""Which adapter is read next, and brought to the device, for the requests that name them; no step waits for the disk.
+"""Prefetch of adapters from disk and host memory for the requests that name them; no step waits for the disk.
 
-Reading begins when a request arrives, for all but one of as many adapters as `max_loads_ahead` says; the last place,
-and those that come free, are given in the turn of the requests. What the host tier has needs no reading, counts for
-nothing there, and is copied to the device in the next step. Ahead of any
-request an adapter is read when a hint says so, or an operator keeps it. A hint takes no rows from others and is read
-when no request's adapter is: each upload is one, and a burst of them must not push out of the device, or hold up, what
-is in demand.
+At most `max_loads_ahead` adapters are read ahead. A read begins when its request arrives, for all but the last of them;
+the last one, and those that become free, go to requests in the order of `fair_queue.py`. An adapter in the host tier is
+not read, does not count, and is copied to the device in the next step. Without a request an adapter is read after a
+hint, or because an operator pinned it. A hint evicts no rows and is read when no request's adapter is: each upload is
+one, and a burst of uploads must not evict or delay adapters in demand.
 
-Where adapters are is `residency.py`'s to know, who wants them `demand.py`'s, and what operators keep
-`pins.py`'s. Here are the hints, and what to tell of reads that failed.
+`residency.py` knows where adapters are, `demand.py` their users, and `pins.py` the operator's pins. This module holds
+the hints, and the errors of reads that failed.
 
 Cost per step: a queue look-up, and a few dictionary look-ups per waiting request.
 """
@@ -72,7 +71,7 @@ class AdapterLoads:
         self._hints: dict[str, None] = {}  # not begun yet, in the order of their arrival
         self._hinted: str | None = None  # being read ahead of any request
         self._pins = OperatorPins(self.residency, self._users)
-        self._is_short_of_places = False  # who could run was left unread in this step
+        self._is_short_of_places = False  # a request that could run was left unread in this step
         self._failures: dict[str, Failure] = {}
 
     @property
@@ -89,8 +88,8 @@ class AdapterLoads:
     # ---- users
 
     def enter(self, digest: str, rows: Mapping[str, int]) -> Tier:
-        """A request that names the adapter, which takes so many rows, has arrived: it is read from now on. Returns
-        where it was."""
+        """Add a request for the adapter, which takes so many rows, and begin to read it if allowed. Returns the tier
+        that held it."""
         wanted = self._users.enter(digest, rows)
         residency = self.residency
         if residency is None:
@@ -107,7 +106,7 @@ class AdapterLoads:
         return tier
 
     def leave(self, digest: str) -> None:
-        """It is over, and holds no pin any more."""
+        """Remove a request that is over and holds no pin."""
         if self._users.leave(digest):
             self._pins.users_left(digest)
             if self.residency is not None and self.residency.state_of(digest) is AdapterState.HOST:
@@ -120,16 +119,16 @@ class AdapterLoads:
             self._hints[digest] = None
 
     def pin(self, digests: Collection[str]) -> None:
-        """See `OperatorPins.keep`."""
+        """See `OperatorPins.pin`."""
         self._pins.pin(digests)
 
     def evict(self, digest: str) -> None:
-        """Its files are gone, or new ones are in their place: forget it, on the device and in host memory, as soon as
-        nobody runs with it. Who still waits for it waits until it has been read anew."""
+        """Forget an adapter whose files are gone or replaced, on the device and in host memory, as soon as no request
+        runs with it. Requests that still wait for it wait until it has been read again."""
         if self.residency is None:
             return
         self._hints.pop(digest, None)
-        self._failures.pop(digest, None)  # of the old files; its users have not been told yet
+        self._failures.pop(digest, None)  # of the old files; its users have not been failed yet
         self.residency.evict(digest)
         wanted = self._users.get(digest)
         if wanted is not None:
@@ -144,8 +143,9 @@ class AdapterLoads:
         wanted  adapters in the order in which requests are to have them, and whether one could join now with it
         first   the adapter that has waited too long: it is read whatever the others do, and its copy stays
 
-        Who could run now does not wait behind those who cannot: the last of these gives up its host copy, and is read
-        again when it could run. Who cannot is read once, if places are left, so that it need not wait for the disk too.
+        A request that could run now does not wait behind those that cannot: the last of these loses its host copy, and
+        is read again when it could run. Adapters of those that cannot are read once, within `max_loads_ahead`, so that
+        they need not wait for the disk later.
         """
         residency = self.residency
         if residency is None or not wanted:
@@ -249,7 +249,7 @@ class AdapterLoads:
         self._users.num_pin_changes += num_copying > 0  # what is on its way counts as in use
 
     def follow_hints(self) -> None:
-        """Start reading the next one that nobody waits for, unless one is being read. Called after `prefetch`."""
+        """Start reading the next hinted adapter, unless one is being read. Called after `prefetch`."""
         is_short, self._is_short_of_places = self._is_short_of_places, False
         residency = self.residency
         if residency is None:
@@ -276,7 +276,7 @@ class AdapterLoads:
         return failures
 
     def check_integrity(self) -> None:
-        """Pins never exceed users, pinned adapters are resident, nothing is held for nobody."""
+        """Pins never exceed users, pinned adapters are resident, nothing is held without a user."""
         self._users.check_integrity()
         for digest in self._users:
             if self._users.is_in_use(digest):
@@ -327,7 +327,7 @@ class AdapterLoads:
             self._pins.give_up(digest)
             self._fail(digest, _unread(digest, error))
         elif self.residency.state_of(digest) is not AdapterState.HOST:
-            if wanted is not None:  # nobody wanted it when its turn came
+            if wanted is not None:  # it had no users when its read began
                 wanted.num_reads = 0
         elif wanted is not None:
             wanted.num_misses = 0
@@ -359,7 +359,7 @@ class AdapterLoads:
             self._fail(digest, Failure(str(error), isinstance(error, _CLIENT_FAULTS)))
 
     def _bring_hinted(self, digest: str) -> None:
-        """To the device, if it is asked for by nobody: rows of others are taken for the operator's alone."""
+        """Copy an adapter without users to the device; only the operator's evict rows of others."""
         assert self.residency is not None
         self._hinted = None
         self._copy(digest, may_evict=digest in self._pins)
@@ -376,6 +376,6 @@ class AdapterLoads:
 
 
 def _unread(digest: str, error: Exception) -> Failure:
-    """For the client: an operating system's error names a path of this machine, so only its reason is told."""
+    """The error for the client: an operating system's error names a path of this machine; only its reason is shown."""
     reason = (error.strerror or type(error).__name__) if isinstance(error, OSError) else str(error)
     return Failure(f"Adapter {digest} could not be read: {reason}", isinstance(error, _CLIENT_FAULTS))

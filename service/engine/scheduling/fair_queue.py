@@ -130,11 +130,11 @@ class FairQueue:
         """All that wait, by age."""
         return sorted((one for flow in self.flows() for one in flow.waiting), key=age)
 
-    # ---- places
+    # ---- slots
 
     def in_turn(self, flows: Iterable[Flow], lets_in: Callable[[Sequence], bool]) -> Iterator[Sequence]:
-        """Requests of these flows, all of which wait, in the order in which they have a right to a place, without those
-        that are not let in. What the caller has not started when it asks for the next is passed over, with the rest of
+        """Requests of these flows, all of which wait, in the order in which they get a slot, without those that are not
+        let in. A request that the caller has not started when it asks for the next is passed over, with the rest of
         its flow."""
         tenants = []
         for index, of_tenant in enumerate(by_tenant(flows)):
@@ -167,7 +167,7 @@ class FairQueue:
         return [flow for _, _, _, flow in sorted(turns)]
 
     def has_excess(self) -> bool:
-        """Whether anybody could be among the `exceeding` of somebody who waits."""
+        """Whether any running request could be among the `exceeding` of one that waits."""
         most, fewest = 0.0, math.inf
         for tenant in self._tenants.values():
             most = max(most, tenant.places_for_weight())
@@ -179,8 +179,8 @@ class FairQueue:
         return most > fewest
 
     def exceeding(self, newcomer: Sequence) -> Iterator[Sequence]:
-        """Running requests beyond the parts of their tenants and flows, now that `newcomer` asks for a place; each as
-        if those before it had yielded."""
+        """Running requests beyond the shares of their tenants and flows, now that `newcomer` needs a slot; each as if
+        those before it had been preempted."""
         if self._num_flows == 1:
             return
         flow = self.flow_of(newcomer)
@@ -216,7 +216,7 @@ class FairQueue:
     # ---- tokens
 
     def prompt_turn(self, sequence: Sequence) -> tuple[float, float, int]:
-        """Sorts those whose prompts are computed: lower ones first."""
+        """Sort key of sequences whose prompts are computed: lower ones first."""
         flow = self.flow_of(sequence)
         return -flow.tenant.deficit, -flow.deficit, sequence.key
 
@@ -236,7 +236,7 @@ class FairQueue:
         return beside
 
     def charge(self, chunks: Collection[ScheduledChunk]) -> None:
-        """A step gives these tokens."""
+        """Charge the tokens of a step to flows and tenants."""
         if self._num_flows <= 1:
             return
         for chunk in chunks:
@@ -251,13 +251,13 @@ class FairQueue:
                 flow.deficit = self._bounded(flow.deficit + due - flow.num_tokens)
                 flow.num_tokens = 0
             deficit = tenant.deficit + due_for_weight * tenant.weight - tenant.num_tokens
-            # While it runs nothing, who has waited for longest has most.
+            # While tenants run nothing, the one that has waited for longest has most.
             tenant.deficit = self._bounded(deficit) if tenant.num_running else max(deficit, -self._max_deficit_tokens)
             tenant.num_tokens = 0
         self._owe_places()
 
     def _owe_places(self) -> None:
-        """Mark who is owed a place from now on, the largest deficits first."""
+        """Mark the tenants that are owed a slot from now on, the largest deficits first."""
         apart = [one for one in self._tenants.values() if one.is_owed or not one.num_running]
         if not apart or len(apart) == len(self._tenants):
             return

@@ -1,6 +1,6 @@
-"""Which adapters have rows on the device when those that are asked for need more than there are.
+"""Division of the device's adapter rows when requests need more rows than there are.
 
-Running requests pin their adapters' rows; what nobody runs with is evicted for others by the row pool. An adapter that
+Running requests pin their adapters' rows; the row pool evicts adapters that no request runs with. An adapter that
 has been read and finds no room gets it in one of two ways:
 
 - From another tenant whose adapters in use take more rows for its weight, even after it has given one up, than those of
@@ -75,7 +75,7 @@ class RowReservations:
         self._reservation: Reservation | None = None
 
     def begin_step(self, running: abc.Sequence[Sequence]) -> None:
-        """See who has waited too long."""
+        """Find the oldest request that has waited too long, and reserve rows for it."""
         late = (flow.waiting[0] for flow in self._queue.flows() if flow.steps_waiting_for_rows >= self._max_steps)
         holder = min(late, key=age, default=None)
         self.first, self._reservation = None, None
@@ -85,7 +85,7 @@ class RowReservations:
                 self._reservation = self._reserve(holder, holder.adapter, running)
 
     def lets_in(self, sequence: Sequence) -> bool:
-        """Whether it puts off nobody who has reserved rows."""
+        """Whether the sequence delays no request with reserved rows."""
         return self._reservation is None or self._reservation.lets_in(sequence)
 
     def yielding_to(self, newcomer: Sequence) -> Collection[str]:

@@ -1,26 +1,26 @@
-"""Which sequences run in the next step, with how many tokens each.
+"""Scheduler: the sequences of the next step, with the number of tokens of each.
 
-Owns the waiting and the running ones and, through them, who holds a slot, blocks and a pin on adapter rows: a running
+It owns waiting and running sequences and, through them, slots, blocks and pins on adapter rows: a running
 sequence holds all of its own, a waiting one holds nothing. Freed on `remove` (ended, aborted) and on preemption, at
 once and completely, whether or not a launched step still works with them: see `engine.py` for why that is right.
 
 It counts tokens and never looks at their values: what a launched step samples is a token like any other here.
 
 One step, under one token budget:
-1. waiting sequences join, in the order of `fair_queue.py`, while there are tokens for them, and take a slot, their
-   adapter's rows, and blocks for all their present tokens. Where these are not free, those yield who have more than
-   their part. One whose adapter has not been read, or finds no rows, is passed over, not waited for; one that finds no
-   blocks is waited for;
+1. waiting sequences join, in the order of `fair_queue.py`, while there are tokens for them, and acquire a slot, their
+   adapter's rows, and blocks for all their present tokens. Where these are not free, sequences with more than their
+   share are preempted. A sequence whose adapter has not been read, or finds no rows, is passed over, not waited for;
+   one that finds no blocks is waited for;
 2. every decoding sequence gets one token, prompts a chunk of what is left, largest deficit first. If blocks run out,
-   running sequences yield, who has most first: they give up everything and wait to be computed again from their tokens,
-   so that nothing is lost and the output does not change. Since each has joined with the blocks of its next token,
-   every one that yields so leaves a token behind it, hence there is progress.
+   running sequences are preempted, those with most first: they free everything and wait to be computed again from
+   their tokens, so that nothing is lost and the output does not change. Since each has joined with the blocks of its
+   next token, every preempted one leaves a token behind it, hence there is progress.
    Where a step takes as long as its tokens do (`prompts_apart`), the first prompt of a newcomer beside a flood has a
    step to itself, as far as the step of all would have had it too: the others' tokens come in the next one, when they
    would have come with it, and the newcomer's does not wait for them.
-   Sequences whose grammars cost the others too much sit the step out, see `grammar_budget.py`.
+   Sequences whose grammars cost the others too much are deferred, see `grammar_budget.py`.
 
-Cost per step: O(running + flows), and what `fair_queue.py` says.
+Cost per step: O(running + flows), and the cost of `fair_queue.py`.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Scheduler:
 
     @property
     def waiting(self) -> list[Sequence]:
-        """In the order of arrival."""
+        """Waiting sequences in the order of arrival."""
         return self._queue.waiting()
 
     @property
@@ -87,13 +87,13 @@ class Scheduler:
         return self._queue.num_waiting
 
     def add(self, sequence: Sequence) -> None:
-        """A new request; it waits."""
+        """Add a new request, which waits."""
         self._queue.add(sequence)
         if sequence.adapter is not None:
             sequence.came_from = self.adapter_loads.enter(sequence.adapter, sequence.request.adapter_rows)
 
     def remove(self, sequence: Sequence) -> None:
-        """The request is over, for whatever reason: everything it holds is free when this returns."""
+        """Remove a request that is over, for whatever reason; everything it holds is free when this returns."""
         if has_run := sequence.is_running:
             self._stop(sequence)
         self._queue.remove(sequence, has_run=has_run)
@@ -101,7 +101,7 @@ class Scheduler:
             self.adapter_loads.leave(sequence.adapter)
 
     def preempt(self, sequence: Sequence) -> None:
-        """A running one yields all that it holds, and waits to be computed again."""
+        """Free all that a running sequence holds; it waits to be computed again."""
         self._stop(sequence)
         sequence.num_computed = 0
         self.num_preemptions += 1
@@ -118,7 +118,7 @@ class Scheduler:
         return chunks
 
     def check_integrity(self) -> None:
-        """Slots, blocks and pins are held by running sequences and by nobody else."""
+        """Slots, blocks and pins are held by running sequences only."""
         self.blocks.check_integrity()
         held = sum(len(self.blocks.blocks(sequence.key)) for sequence in self.running)
         assert held == self.blocks.num_used, "blocks held by a sequence that does not run"
@@ -132,7 +132,7 @@ class Scheduler:
         self._queue.check_integrity()
         self.adapter_loads.check_integrity()
 
-    # ---- who runs
+    # ---- admission
 
     def _admit(self) -> None:
         """Let waiting sequences run, and have the adapters read that others of them wait for."""
@@ -155,7 +155,7 @@ class Scheduler:
             self._join(ready)
 
     def _prefetch(self, flows: list[Flow]) -> None:
-        """Have these adapters read, in their turn."""
+        """Start reading adapters of these flows, in fair order."""
         wanted: dict[str, bool] = {}
         tenants = set()
         for flow in self._queue.turns(flows):
@@ -244,7 +244,7 @@ class Scheduler:
         self.blocks.open(sequence.key, self._blocks_for(sequence.max_total))
 
     def _stop(self, sequence: Sequence) -> None:
-        """The sequence runs no more: slot, blocks and pin are given back."""
+        """Stop a running sequence: free its slot, blocks and pin."""
         self.running.remove(sequence)
         self.slots.release(sequence.slot)
         sequence.slot = 0
@@ -274,7 +274,7 @@ class Scheduler:
             for sequence in [*others, *prompts]:
                 if sequence.is_running:
                     self._add_chunk(chunks, sequence, tokens)
-        if not chunks:  # nobody is held up by those that were to sit out
+        if not chunks:  # deferred sequences delay no others
             for sequence in sorted(deferred, key=age):
                 if sequence.is_running:
                     self._add_chunk(chunks, sequence, tokens)

@@ -6,7 +6,7 @@ from service.engine.sequences.sequence import ScheduledChunk, Sequence
 
 
 class StepTokens:
-    """A step's budget of tokens, and of logits of prompt tokens. What one that yields had taken is not given again."""
+    """A step's budget of tokens, and of logits of prompt tokens. Tokens of a preempted sequence are not used again."""
 
     def __init__(self, num_tokens: int, max_prompt_logits: int) -> None:
         self.num_left = num_tokens

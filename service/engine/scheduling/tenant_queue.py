@@ -17,7 +17,7 @@ def age(sequence: Sequence) -> int:
 class TenantFlows:
     """flows are the active ones, by adapter; deficit in tokens.
 
-    is_owed  its next place is its own until a request of it has ended, however little its weight is
+    is_owed  its next slot is its own until a request of it has ended, however small its weight is
     """
 
     weight: float
@@ -51,7 +51,7 @@ class Flow:
 
 
 def by_tenant(flows: Iterable[Flow]) -> Iterable[list[tuple[int, float, int, Flow]]]:
-    """The turns of these flows, in a list for each tenant."""
+    """The sort keys of these flows, in a list for each tenant."""
     turns: dict[int, list[tuple[int, float, int, Flow]]] = {}
     for flow in flows:
         turns.setdefault(id(flow.tenant), []).append(turn_of(flow))
@@ -59,5 +59,5 @@ def by_tenant(flows: Iterable[Flow]) -> Iterable[list[tuple[int, float, int, Flo
 
 
 def turn_of(flow: Flow) -> tuple[int, float, int, Flow]:
-    """Sorts the flows of a tenant that wait for a place; no two are equal before the last entry."""
+    """Sort key of a tenant's flows that wait for a slot; no two are equal before the last entry."""
     return len(flow.running), -flow.deficit, flow.waiting[0].key, flow

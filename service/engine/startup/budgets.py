@@ -1,4 +1,4 @@
-"""The sizes of an engine that nobody has set, from what the weights leave of the device's memory. Pure functions.
+"""Sizes of an engine that are not set, from the device's memory beside the weights. Pure functions.
 
 A GPU or an NPU is the engine's: what steps do not need becomes adapter rows and KV blocks, as long as they can be of
 use. A CPU's memory is everybody's, and is taken when it is first used: there a quarter of what is free is the KV
@@ -160,8 +160,8 @@ def budgets_behind_graphs(
 
 
 def _side_bytes(sizes: ModelSizes, device_type: str, most_bytes: int) -> int:
-    """Where nobody says: a CPU's memory is taken when it is used, a device's at the start. There tables, each as large
-    as the base's, are had where they are a small part of what is left."""
+    """Bytes for non-LoRA parameters where none are set: a CPU's memory is allocated when it is used, a device's at the
+    start. There tables, each as large as the base's, are allocated only where they are a small part of what is left."""
     line_bytes, table_bytes = sizes.non_lora_line_bytes, sizes.non_lora_table_bytes
     if device_type == "cpu":
         return min(most_bytes, CPU_SIDE_BYTES, 1000 * line_bytes)

@@ -5,9 +5,9 @@ with an event that says when its latest copy has run: the host prepares a step w
 before, and waits only if it is two steps ahead. The copy runs on the stream of the steps, hence after the step before
 it has read the buffer. On a CPU there is one buffer, which the step reads where the host has written it.
 
-What the model reads ends in the middle of a buffer, at a place that follows from the sizes of the step; there begins
-what the sampler reads, at places that follow from the facts of the sampling. So one copy brings what a step has of
-both, and neither moves with the other.
+The model's inputs end in the middle of a buffer, at an offset that follows from the sizes of the step. The sampler's
+begin there, at offsets that follow from the facts of the sampling. So one copy brings both, and neither moves with the
+other.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The adapters that run stand in the low rows, so that the windows of their steps are short.
+"""Moves of running adapters to low rows, so that the windows of their steps are short.
 
 A window is a prefix of the rows (`kernels.lora_window`), so one adapter that stands high makes it long for all, and
 past the longest there is none. Where an adapter came to the device says nothing of whom it will run beside. So before a
