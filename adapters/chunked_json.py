@@ -38,9 +38,9 @@ def _run_of(item: bytes) -> re.Pattern[bytes]:
 
 _LIST_RUN = _run_of(_VALUE)
 _OBJECT_RUN = _run_of(_TEXT + _BLANKS + rb":" + _BLANKS + _VALUE)
-# Of a list, where there are no texts, lists and objects: numbers, which are read faster so.
+# A run of numbers in a list without strings, lists and objects, which is read faster this way.
 _FLAT_RUN = re.compile(rb'[^][{}"]*+')
-# Of a text, so that no character and no pair of escapes that are one character is cut in two.
+# A part of a string that cuts no character and no surrogate pair of escapes in two.
 _HIGH_HALF = rb"\\u[dD][89abAB]..(?:\\u[dD][c-fC-F]..|(?=[^\\])|(?=\\[^u])|(?=\\u(?![dD][c-fC-F])....))"
 _TEXT_RUN = re.compile(rb'(?:[^"\\]++|\\[^u\x80-\xff]|\\u(?![dD][89abAB])....|' + _HIGH_HALF + rb")*+", re.DOTALL)
 _SOME_BLANKS, _SOME_PLAIN = re.compile(_BLANKS), re.compile(rb"[-+.0-9A-Za-z]++")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-MOST_TOLD = 8  # of one kind, in a message or among notes: a file may give thousands
+MAX_SHOWN = 8  # of one kind, in a message or among notes: a file may give thousands
 
 
 class AdapterError(ValueError):
@@ -45,10 +45,10 @@ class BindingError(AdapterError):
     def listing(cls, problems: Sequence[tuple[str, str]]) -> BindingError:
         """With the first ones in its message, and how many more there are."""
         names: dict[str, list[str]] = {}  # by reason, which many tensors may share
-        for name, reason in problems[:MOST_TOLD]:
+        for name, reason in problems[:MAX_SHOWN]:
             names.setdefault(reason, []).append(name[:200])
         shown = "; ".join(f"{', '.join(some)}: {reason}" for reason, some in names.items())
-        more = f"; and {len(problems) - MOST_TOLD} more" if len(problems) > MOST_TOLD else ""
+        more = f"; and {len(problems) - MAX_SHOWN} more" if len(problems) > MAX_SHOWN else ""
         return cls(f"The adapter does not fit this base model. {shown}{more}.", tuple(problems))
 
 

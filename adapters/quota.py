@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-# So many payers find room for something small where others have taken all that they may.
+# Number of clients that still get something small after others have used their whole quotas.
 NUM_SMALL = 64
 
 
@@ -34,7 +34,7 @@ class ClientQuota:
         """The count of one client."""
         return self._held[payer]
 
-    def take(self, payer: str, count: int) -> bool:
+    def acquire(self, payer: str, count: int) -> bool:
         """Add `count` to the client's if the quota allows it; returns whether it did."""
         if not count:
             return True
@@ -48,10 +48,10 @@ class ClientQuota:
             return True
         return False
 
-    def give_back(self, payer: str, count: int) -> None:
+    def release(self, payer: str, count: int) -> None:
         """Subtract `count` from the client's."""
         left = self._held.pop(payer, 0) - count
-        assert left >= 0, "more was given back than taken"
+        assert left >= 0, "more was released than acquired"
         self.num_held -= count
         if left:
             self._held[payer] = left

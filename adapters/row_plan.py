@@ -90,7 +90,7 @@ class RowPlan:
         return f". Ask the operator for an --adapter-side-bytes of {num_bytes} or more"
 
 
-# Of the non-LoRA groups, for people.
+# Names of the non-LoRA groups in messages.
 MEANINGS = {
     "vectors": "magnitudes or biases",
     "norms": "norms",

@@ -18,7 +18,7 @@ import torch
 
 from kernels.ascend_runtime import check_launch
 
-# What comes before the kernel's own arguments: three grid sizes, stream, function, metadata, and three hooks.
+# Leading arguments before the kernel's own: three grid sizes, stream, function, metadata, and three hooks.
 _STREAM = 3
 _NUM_BEFORE = 9
 
@@ -48,9 +48,9 @@ class AscendLaunch:
 
 
 class Relaunch:
-    """A launch with all of its arguments, of which one tensor and some neighbouring ones are given anew each time.
+    """A launch with all of its arguments, of which one tensor and some neighbouring ones are passed anew each time.
 
-    The tensors that stay must outlive it; like the kernel's workspace, it serves one thread at a time.
+    The other tensors must outlive it; like the kernel's workspace, it serves one thread at a time.
     """
 
     __slots__ = ("_arguments", "_changing", "_following", "_run")
@@ -82,7 +82,7 @@ class Relaunch:
         self._following = slice(first, first + len(following))
 
     def __call__(self, stream: int, address: int, following: tuple[int | None, ...]) -> None:
-        """Launch on a stream, with the addresses of the tensors that are given anew; None stays None."""
+        """Launch on a stream, with the addresses of the tensors passed anew; None stays None."""
         arguments = self._arguments
         arguments[_STREAM] = stream
         arguments[self._changing] = address
@@ -92,9 +92,9 @@ class Relaunch:
 
 @cache
 def current_stream() -> Callable[[], int]:
-    """A function that gives the current stream of this process's device, and asks for nothing else.
+    """A function that returns the current stream of this process's device, without other queries.
 
-    It is to be asked for each op: a capture changes the stream between two runs of one step.
+    Call it for each op: a capture changes the stream between two runs of one step.
     """
     active = importlib.import_module("triton.runtime.driver").driver.active
     device, stream_of = active.get_current_device(), active.get_current_stream

@@ -1,4 +1,4 @@
-"""Triton kernels compiled side by side: what a warm-up asks for one after the other takes minutes on an empty cache.
+"""Parallel compilation of Triton kernels: compiled one after the other, a warm-up takes minutes on an empty cache.
 
 A first run of the warm-up only notes the variants that its launches lack. Those that Triton's cache on disk lacks too
 are compiled by processes without a GPU, which fill that cache; then the warm-up runs, and finds them. (Sixteen threads

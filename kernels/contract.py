@@ -25,19 +25,19 @@ def _compiles_nothing() -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contract:
-    """`CONTRACT` of a module `kernels/<op>/<implementation>.py`. As it is, it is that of plain torch calls.
+    """`CONTRACT` of a module `kernels/<op>/<implementation>.py`. The defaults are those of plain torch calls.
 
-    A call that `ops.py` lets through is served; what an implementation cannot serve, it refuses here.
+    A call that `ops.py` admits is served; an implementation refuses here what it cannot serve.
 
     refuses         why it cannot serve a model of these shapes, as part of a sentence; None if it can
-    warm_up         compiles all that calls up to a size can need and reserves their memory, so that they can be
-                    captured afterwards; what it is given is said by `warm_up` in the op's `ops.py`
+    warm_up         compiles all variants for calls up to a size and reserves their memory, so that they can be captured
+                    afterwards; `warm_up` in the op's `ops.py` describes its arguments
     compiled_count  number of variants compiled in this process; it must not rise after warm-up
-    replayable      a call that was recorded in a graph, and is run again with other contents in the same tensors, does
-                    what a new call would: nothing of the host's view of a step is looked at. The engine captures its
-                    steps only where all its ops are so
-    updates         of attention that takes lengths from the host: what a replay must be told anew, by the names of the
-                    device operator's arguments. With it the op is replayable where graphs can be updated: on NPUs
+    replayable      a call recorded in a graph, and run again with other contents in the same tensors, does what a new
+                    call would: it depends on nothing of the host's view of a step. The engine captures its steps only
+                    where all its ops are replayable
+    updates         of attention that takes lengths from the host: the arguments of the device operator that a replay
+                    must update. With it the op is replayable where graphs can be updated: on NPUs
     """
 
     refuses: Callable[[ProbeShapes], str | None] = _serves_all

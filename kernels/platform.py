@@ -100,7 +100,7 @@ REGIMES: Mapping[str, str] = {
 HEADS_FIRST = frozenset({"npu_heads_first"})
 # Most elements of the keys of one layer's cache that an implementation of attention takes, where it has such a limit.
 MAX_CACHE_ELEMENTS: Mapping[str, int] = {"npu_heads_first": 2**31 - 1, "npu": 2**31 - 1}
-# What captured steps of an NPU are made of.
+# Ops and implementations of captured steps on an NPU.
 DECODE_REGIMES = ("", "window")
 # LoRA's kernels for few tokens serve so many, those for many tokens the rest.
 FEW_TOKENS: Mapping[str, int] = {"npu": 64, "cuda": 128, "cpu": 128}

@@ -11,7 +11,7 @@ import msgspec
 from adapters.files.name_versions import Version, Visibility
 from adapters.files.paths import without_root
 
-# What msgspec raises where it cannot read them.
+# Raised by msgspec for unreadable files.
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError)
 
 

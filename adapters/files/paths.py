@@ -9,7 +9,7 @@
 
 Where several servers share the store (`adapters.store.shared_log`), beside these:
                             staging/<server>/        each server's own
-                            changes, change-lock     the log of changes, and the turn to change anything
+                            changes, change-lock     the log of changes, and the lock held during one
                             members/<server>         signs of life, and what each server's requests hold
 <root>/tenants/<server>     what tenants have taken on each server (`service.tenants.usage`)
 """
@@ -39,9 +39,9 @@ _PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 NAME = re.compile(rf"(?=.{{1,128}}\Z){_PART}(?:/{_PART}){{0,7}}")
 # A tenant, whose name and a `/` stand before the names of its adapters.
 OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-# What stands behind a name in addresses: `org/history` would be the history of the adapter `org`.
+# Suffixes of a name in URLs: `org/history` would be the history of the adapter `org`.
 RESERVED = frozenset({"history", "rollback", "pin"})
-# What stands before the names that have no owner, where somebody else calls them.
+# Prefix of names without an owner, as other callers write them.
 OWNERLESS = "default"
 DIGEST = re.compile(r"[0-9a-f]{64}")
 

@@ -24,7 +24,7 @@ MAX_NAME_LENGTH = 1000
 # A larger block of the API process has pages of its own, which cost more than the read (`service.models.heap`).
 CHUNK_BYTES = 1 << 18
 _SORTED_AT_ONCE = 512
-# Of an adapter's JSON beside its tensors. Tokenizers of 6,000 added tokens have 6,000 objects and 50,000 values;
+# Limits of an adapter's JSON beside its tensors. Tokenizers of 6,000 added tokens have 6,000 objects and 50,000 values;
 # millions are built for a second in which no other thread of Python works.
 MAX_CONTAINERS = 1 << 15
 MAX_VALUES = 1 << 18
@@ -166,7 +166,7 @@ def _tensors(text: bytes, data_start: int, any_dtype: bool) -> Iterator[Tensor]:
     if not text.startswith(b"{"):
         raise Malformed("The safetensors header is not a JSON object; the file is damaged or not safetensors.")
 
-    num_entries, faults = count(1), list[AdapterError]()  # the first one is told, if the rest is JSON
+    num_entries, faults = count(1), list[AdapterError]()  # the first one is reported, if the rest is JSON
 
     def read(name: str, entry: Any) -> Tensor | None:
         if next(num_entries) > MAX_TENSORS:

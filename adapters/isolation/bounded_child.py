@@ -94,7 +94,7 @@ def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:
     environment = {name: value for name, value in child_environment().items() if name.startswith(_ENVIRONMENT)}
     # Named, the C library reads the zone once; otherwise it looks at the file again at each date.
     environment.setdefault("TZ", ":/etc/localtime")
-    # numpy's threads, which nobody needs here, would have begun before the child gives up anything.
+    # numpy's threads, which nobody needs here, would have started before the child is confined.
     environment["OPENBLAS_NUM_THREADS"] = "1"
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
     with contextlib.suppress(OSError):  # it has ended already

@@ -22,11 +22,11 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-# Compared as it is: worth, then the turn of the last use.
+# Compared as a tuple: worth, then the ordinal of the last use.
 Worth = tuple[float, int]
-# In uses for each adapter that is kept. Of 2 to 32, what hits more often than both rules above on every stream tried.
+# In uses per kept adapter. Among 2 to 32, this hits more often than both rules above on every stream tried.
 HALF_LIFE = 16.0
-# Evicted adapters whose uses are remembered, those that were evicted last.
+# Evicted adapters whose uses are remembered: the last ones.
 MOST_REMEMBERED = 8192
 
 
@@ -40,7 +40,7 @@ class _Used:
 
     uses: float
     at: float
-    last_turn: int = 0
+    last_use: int = 0
     is_new: bool = False
 
 
@@ -54,10 +54,10 @@ class DecayingLfu:
         self._cost_per_size = cost_per_size
         self._kept: dict[str, _Used] = {}
         self._gone: dict[str, _Used] = {}  # in the order of their evictions
-        self._half_lives = 0.0  # that have passed, in uses
-        self._turn = 0
+        self._half_lives = 0.0  # passed so far
+        self._num_uses = 0
 
-    def come(self, digest: str) -> None:
+    def add(self, digest: str) -> None:
         """Add an adapter that is loaded for a use. The use counts now, and not again when it begins."""
         self._kept[digest] = self._gone.pop(digest, _Used(0.0, self._half_lives))
         self.use(digest)
@@ -70,17 +70,17 @@ class DecayingLfu:
             self._half_lives += 1.0 / (HALF_LIFE * len(self._kept))
             used.uses = self._uses_now(used) + 1.0
         used.at, used.is_new = self._half_lives, False
-        self.look_at(digest)
+        self.touch(digest)
 
-    def look_at(self, digest: str) -> None:
+    def touch(self, digest: str) -> None:
         """Note the end of a use, which counts as no further use."""
-        self._turn += 1
-        self._kept[digest].last_turn = self._turn
+        self._num_uses += 1
+        self._kept[digest].last_use = self._num_uses
 
     def of(self, digest: str) -> Worth:
         """The worth of an adapter in the cache."""
         used = self._kept[digest]
-        return self._uses_now(used) * self._cost_per_size(digest), used.last_turn
+        return self._uses_now(used) * self._cost_per_size(digest), used.last_use
 
     def evict(self, digest: str) -> None:
         """Remove an adapter to make room, and remember its uses."""
@@ -93,9 +93,9 @@ class DecayingLfu:
         """Remove an adapter for another reason, with its uses."""
         del self._kept[digest]
 
-    def last_turn(self, digest: str) -> int:
+    def last_use(self, digest: str) -> int:
         """The ordinal of its last use: larger is later."""
-        return self._kept[digest].last_turn
+        return self._kept[digest].last_use
 
     def _uses_now(self, used: _Used) -> float:
         return float(used.uses * 0.5 ** (self._half_lives - used.at))
@@ -107,11 +107,11 @@ class HeapDecayingLfu(DecayingLfu):
 
     def __init__(self, cost_per_size: Callable[[str], float]) -> None:
         super().__init__(cost_per_size)
-        # As said at a use, the turn of that use, digest; entries whose turn is not the digest's last one are old.
+        # (key, ordinal, digest) of a use; entries whose ordinal is not the digest's last one are stale.
         self._heap: list[tuple[float, int, str]] = []
 
-    def look_at(self, digest: str) -> None:
-        super().look_at(digest)
+    def touch(self, digest: str) -> None:
+        super().touch(digest)
         heapq.heappush(self._heap, self._entry(digest))
         if len(self._heap) > 2 * len(self._kept) + 64:  # mostly old ones
             self._heap = [self._entry(one) for one in self._kept]
@@ -125,8 +125,8 @@ class HeapDecayingLfu(DecayingLfu):
 
     def _entry(self, digest: str) -> tuple[float, int, str]:
         used = self._kept[digest]
-        return used.at + math.log2(used.uses * self._cost_per_size(digest)), used.last_turn, digest
+        return used.at + math.log2(used.uses * self._cost_per_size(digest)), used.last_use, digest
 
-    def _is_current(self, turn: int, digest: str) -> bool:
+    def _is_current(self, last_use: int, digest: str) -> bool:
         used = self._kept.get(digest)
-        return used is not None and used.last_turn == turn
+        return used is not None and used.last_use == last_use

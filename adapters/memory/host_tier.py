@@ -35,7 +35,7 @@ _NUMPY: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2
 READ_OVERHEAD_BYTES = 1 << 20
 # torch divides an elementwise operation on so many numbers and more among its threads (`at::internal::GRAIN_SIZE`).
 _NUM_DIVIDED = 32_768
-# Of the dtypes that another one's numbers may exceed, without the sign.
+# Largest numbers of the dtypes that another dtype's numbers may exceed.
 _INFINITY_BITS = {torch.float16: 0x7C00, torch.bfloat16: 0x7F80}
 
 
@@ -108,7 +108,7 @@ class HostTier:
     def resident(self) -> tuple[str, ...]:
         """Digests kept, least recently used first."""
         with self._lock:
-            return tuple(sorted(self._kept, key=self._worths.last_turn))
+            return tuple(sorted(self._kept, key=self._worths.last_use))
 
     def take_evicted(self) -> list[str]:
         """Adapters evicted since the last call."""
@@ -155,7 +155,7 @@ class HostTier:
             self._evict_one()
         self._kept[adapter.digest] = adapter
         self._used_bytes += adapter.num_bytes
-        self._worths.come(adapter.digest)
+        self._worths.add(adapter.digest)
 
     def _evict_one(self) -> None:
         digest = self._worths.least()

@@ -101,7 +101,7 @@ class RowAllocation:
 
     def resident(self) -> tuple[str, ...]:
         """Digests, least recently used first."""
-        return tuple(sorted(self._residents, key=self._worths.last_turn))
+        return tuple(sorted(self._residents, key=self._worths.last_use))
 
     @property
     def num_resident(self) -> int:
@@ -169,7 +169,7 @@ class RowAllocation:
             self.num_places += 1
         self.num_changes += 1
         self._residents[digest] = _Resident(placement.place, lengths)
-        self._worths.come(digest)
+        self._worths.add(digest)
         self._note_first_rows(digest)
         return placement
 
@@ -208,7 +208,7 @@ class RowAllocation:
     def unpin(self, digest: str) -> None:
         resident = self._residents[digest]
         assert resident.num_pins > 0, digest
-        self._worths.look_at(digest)
+        self._worths.touch(digest)
         resident.num_pins -= 1
         self.num_changes += resident.num_pins == 0
         if resident.is_idle:

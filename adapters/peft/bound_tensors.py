@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from adapters.errors import MOST_TOLD
+from adapters.errors import MAX_SHOWN
 from adapters.files.safetensors_header import Tensor
 from adapters.layout import Group, ProjectionSpec, Slice
 
@@ -97,8 +97,8 @@ class Binding:
 
 def first_of(notes: list[str]) -> list[str]:
     """The first notes of one kind, and a sentence with the number of the others."""
-    more = len(notes) - MOST_TOLD
-    return notes if more <= 0 else [*notes[:MOST_TOLD], f"The same is true of {more} more."]
+    more = len(notes) - MAX_SHOWN
+    return notes if more <= 0 else [*notes[:MAX_SHOWN], f"The same is true of {more} more."]
 
 
 def rows_of(

@@ -169,7 +169,7 @@ def _refuse_unsupported(fields: dict[str, Any]) -> None:
     for key, meaning in NOT_SUPPORTED.items():
         value = fields.get(key)
         if not _is_off(value):
-            # Of experts' weights, which are bare parameters, this is all that tells the uploader which they are.
+            # Experts' weights are bare parameters: this setting alone names them to the uploader.
             names = [one for one in value if isinstance(one, str)] if isinstance(value, list) else []
             named = f": {', '.join(names)[:500]}" if names else ""
             raise Unsupported(f"adapter_config.json: {key} ({meaning}{named}) is not supported; train without it.")

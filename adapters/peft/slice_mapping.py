@@ -37,7 +37,7 @@ class SlicePiece:
     sides: Mapping[str, Tensor]
 
 
-# What is wrong, by what it is wrong with.
+# Faults, by the name of the faulty thing.
 Problems = list[tuple[str, str]]
 
 

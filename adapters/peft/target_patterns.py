@@ -20,7 +20,7 @@ from typing import Literal
 from adapters.errors import Malformed
 from adapters.peft.config import AdapterConfig
 
-# Of processor time, to compile and match: one expression; all keys of rank_pattern or alpha_pattern. What people train
+# Processor time to compile and match: one expression; all keys of rank_pattern or alpha_pattern. What people train
 # with takes a millisecond on hundreds of modules.
 EXPRESSION_SECONDS = 0.05
 KEYS_SECONDS = 1.0

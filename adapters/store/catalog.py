@@ -40,7 +40,7 @@ class Catalog:
         self._pinned = {name for name, record in names.items() if record.is_pinned}
         self._manifests: OrderedDict[str, Manifest] = OrderedDict()
         self._owned: dict[str, QuotaUsage] = {}  # by owner, of those whose names have changed since the start
-        # Of all digests that quotas had to look at.
+        # Bytes of all digests that quotas had to look at.
         self._sizes: dict[str, int] = {}
         self._leases: Counter[str] = Counter()
 
@@ -121,16 +121,16 @@ class Catalog:
             if before is not None:
                 self._num_names.subtract(before.digests)
             (self._pinned.add if record is not None and record.is_pinned else self._pinned.discard)(name)
-        self._tell_owner(name, before, record)
-        self._tell_index(name, record)
+        self._update_usage(name, before, record)
+        self._update_index(name, record)
 
-    def _tell_owner(self, name: str, before: NameRecord | None, after: NameRecord | None) -> None:
+    def _update_usage(self, name: str, before: NameRecord | None, after: NameRecord | None) -> None:
         """Under `changing`. Another server of the store may have given the name to another owner."""
         for owner in {record.owner for record in (before, after) if record is not None} & self._owned.keys():
             was, now = (record if record is not None and record.owner == owner else None for record in (before, after))
             self._owned[owner].point(name, was, now)
 
-    def _tell_index(self, name: str, record: NameRecord | None) -> None:
+    def _update_index(self, name: str, record: NameRecord | None) -> None:
         """Under `changing`."""
         try:
             if record is None:
@@ -176,7 +176,7 @@ class Catalog:
             names = self._names.items() if was_used else ()
             named = [(name, record) for name, record in names if record.digest == digest]
         for name, record in named:
-            self._tell_index(name, record)
+            self._update_index(name, record)
 
     def forget_manifest(self, digest: str) -> None:
         """Drop the manifest from memory; the next use reads it again."""
@@ -214,19 +214,19 @@ class Catalog:
 
     # ---- leases
 
-    def take(self, reference: str) -> AdapterRecord:
-        """Resolve as `get` does, and lease the content until `give_back`."""
+    def lease(self, reference: str) -> AdapterRecord:
+        """Resolve as `get` does, and lease the content until `release`."""
         with self._lock:
             record = self._get(reference)
             self._leases[record.digest] += 1
             return record
 
     def hold(self, digest: str) -> None:
-        """Lease a content of the store until `give_back`."""
+        """Lease a content of the store until `release`."""
         with self._lock:
             self._leases[digest] += 1
 
-    def give_back(self, digest: str) -> bool:
+    def release(self, digest: str) -> bool:
         """Release one lease; returns whether anything still uses the digest."""
         with self._lock:
             assert self._leases[digest] > 0, digest

@@ -15,7 +15,7 @@ from adapters.store.transactions import Changes
 log = logging.getLogger(__name__)
 
 # Between two signs of life of a server that shares its store; each sixth time it looks for files that may go.
-HOUSE_SECONDS = 5.0
+SIGN_OF_LIFE_SECONDS = 5.0
 _SIGNS_PER_SWEEP = 6
 
 
@@ -29,7 +29,7 @@ class Housekeeping:
         self._sharing = sharing
         self._closing = threading.Event()
         self._is_refused = False
-        changes.say()
+        changes.report_alive()
         threading.Thread(target=self._run, name="adapter-store", daemon=True).start()
 
     def stop(self) -> None:
@@ -41,7 +41,7 @@ class Housekeeping:
         with self._changes.change():
             if self._closing.is_set():
                 return
-            self._changes.say()
+            self._changes.report_alive()
             unused = self._files.digests() - self._catalog.used_by_names()
             for digest in self._sharing.removable(unused):
                 self._files.remove_adapter(digest)
@@ -50,7 +50,7 @@ class Housekeeping:
         """Write a sign of life, and sweep if `sweeps`. Failures are logged and do not end the thread: one sentence when
         the disk begins to refuse and one when it works again, not a traceback per attempt."""
         try:
-            self._changes.say()
+            self._changes.report_alive()
             if sweeps:
                 self.sweep()
         except (OSError, StorageFull, StoreUnreachable) as error:
@@ -58,7 +58,7 @@ class Housekeeping:
                 log.error(
                     "the adapter store cannot be tidied up: %s; look at its disk. Tried again every %.0f s.",
                     error,
-                    HOUSE_SECONDS,
+                    SIGN_OF_LIFE_SECONDS,
                 )
             self._is_refused = True
         except Exception:
@@ -70,6 +70,6 @@ class Housekeeping:
 
     def _run(self) -> None:
         for number in count(1):
-            if self._closing.wait(HOUSE_SECONDS):
+            if self._closing.wait(SIGN_OF_LIFE_SECONDS):
                 return
             self.attempt(sweeps=number % _SIGNS_PER_SWEEP == 0)

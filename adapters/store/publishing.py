@@ -92,7 +92,7 @@ class Publishing:
                     if found.still_holds(self._catalog.find(name), self._files.identity(manifest.digest)):
                         return self._publish_found(name, manifest, ready, change, found, gone)
             finally:
-                self.changes.tell_gone(gone)
+                self.changes.notify_gone(gone)
 
     def hold(self, manifest: Manifest, ready: Path) -> AdapterRecord:
         """Put a checked directory into the store, if it is not there, for as long as the caller holds its digest."""
@@ -104,7 +104,7 @@ class Publishing:
                 if is_held:
                     was_replaced = not is_whole and self.changes.put(ready, digest)
                     self._catalog.hold(digest)
-        self.changes.tell_gone([digest] if was_replaced else [])
+        self.changes.notify_gone([digest] if was_replaced else [])
         return AdapterRecord("", Version(0, digest, time.time()), manifest)
 
     def rollback(self, name: str, selector: str, change: Change, condition: Condition) -> tuple[AdapterRecord, bool]:
@@ -120,7 +120,7 @@ class Publishing:
             if is_new:
                 gone = self._move(name, digest, change)
             shown = self._shown(name, manifest)
-        self.changes.tell_gone(gone)
+        self.changes.notify_gone(gone)
         return shown, is_new
 
     def show(self, name: str, change: Change) -> None:

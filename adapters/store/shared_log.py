@@ -1,14 +1,14 @@
-"""Several servers on one store: who changes names, how the others learn of it, and when files may go.
+"""Several servers on one store: changes of names, how other servers learn of them, and when files may be removed.
 
-Every change happens in a turn: an exclusive lock that one server holds at a time, whoever that is. It has nothing of
-its own that would have to outlive it: the names' files are the truth, and what it did is in the log of changes, so
-that its death loses nothing. To read, nobody takes a lock: before a look-up a server opens the log and reads what was
-appended since its last look, and the files of the names that it finds there. An answered change is in the log before
-its answer, so it holds for the next request to any server.
+Every change happens under the change lock, an exclusive lock that any one server holds at a time. It protects nothing
+that must outlive it: the names' files are the truth, and the log of changes lists what was done, so a holder's death
+loses nothing. Reading takes no lock: before a look-up a server opens the log and reads the entries appended since its
+last look, and the files of the names in them. A change is in the log before it is answered, so it holds for the next
+request to any server.
 
-What is relied on: rename replaces a file at once for everybody; flock excludes, and ends with its process; a file that
-is opened after another server has closed it shows what that has written (a local file system; NFS 4, close to open). A
-server without a sign of life for DEAD_SECONDS is taken for dead: what it holds keeps no file any more.
+Assumptions: rename replaces a file at once for everybody; flock excludes, and ends with its process; a file opened
+after another server has closed it shows that server's writes (a local file system; NFS 4, close to open). A server
+without a sign of life for DEAD_SECONDS counts as dead: its leases keep no file any more.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ from adapters.errors import StoreBusy
 from adapters.files.durable_files import remove
 from adapters.files.manifest import UNREADABLE
 
-# How long a change waits for its turn. A server that stands still in its own blocks all others until it is killed.
-TURN_SECONDS = 10.0
+# How long a change waits for the change lock. A server that hangs while it holds the lock blocks all others until it
+# is killed.
+CHANGE_LOCK_SECONDS = 10.0
 _POLL_SECONDS = 0.005
 DEAD_SECONDS = 60.0
 # The log has its bytes from the start, so that adapters can be deleted on a full disk. The next one begins at the half.
@@ -38,7 +39,7 @@ _HEADER_BYTES = 17
 _HEADER = re.compile(rb"[0-9]{16}\n")
 _READ_BYTES = 1 << 16
 # A server's file is filled up to as much: most of what it may have to say later fits without a further byte of disk.
-_SAID_BYTES = 1 << 12
+_MEMBER_BYTES = 1 << 12
 
 # A place in the log: the number of the log, and of the byte in it, 0 where that is not known.
 Position = tuple[int, int]
@@ -91,10 +92,10 @@ class SharedLog:
     # ---- changes
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
-        """The change lock, held by one server at a time. Raises StoreBusy after TURN_SECONDS. Call `news` in it
+    def change_lock(self) -> Iterator[None]:
+        """The change lock, held by one server at a time. Raises StoreBusy after CHANGE_LOCK_SECONDS. Call `news` in it
         first."""
-        deadline = time.monotonic() + TURN_SECONDS
+        deadline = time.monotonic() + CHANGE_LOCK_SECONDS
         while True:
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -103,7 +104,7 @@ class SharedLog:
                 if time.monotonic() >= deadline:
                     raise StoreBusy(
                         "Another server of this store has not finished a change of adapters for "
-                        f"{round(TURN_SECONDS)} seconds; try again in a moment."
+                        f"{round(CHANGE_LOCK_SECONDS)} seconds; try again in a moment."
                     ) from None
                 time.sleep(_POLL_SECONDS)
         try:
@@ -112,8 +113,8 @@ class SharedLog:
             fcntl.flock(self._lock, fcntl.LOCK_UN)
 
     def begin_log(self) -> None:
-        """In a turn: have a log, and finish what a server was writing when it was killed: others have not heard of the
-        name that it was about to change."""
+        """Under the change lock: create a log if there is none, and complete the entry of a server that was killed
+        while writing it: others have not heard of the name that it was about to change."""
         if self._number() is None:
             self._begin_anew()
         elif self._read[1] > LOG_BYTES // 2:
@@ -135,22 +136,22 @@ class SharedLog:
 
     @contextmanager
     def announced(self, name: str) -> Iterator[None]:
-        """In a turn: the file of a name is changed inside."""
+        """Under the change lock: the name's file is changed inside."""
         self._append(f"-{name}")
         try:
             yield
         finally:
             self._append(f"+{name}")
 
-    def tell_replaced(self, digest: str) -> None:
-        """In a turn: the files of a digest are others than before."""
+    def log_replaced(self, digest: str) -> None:
+        """Under the change lock: note that a digest's files were replaced."""
         self._append(f"!{self.member} {digest}")
 
     def _append(self, line: str) -> None:
         data = f"{line}\n".encode()
         torn = self._bytes_from(self._end + len(data), 512)
         with self._log.open("r+b", buffering=0) as file:
-            # What a killed server left of a line lies behind the end, and is no line.
+            # The rest of a line by a killed server lies behind the end, and is ignored.
             os.pwrite(file.fileno(), data + b"\0" * len(torn.rstrip(b"\0")), self._end)
         self._end += len(data)
 
@@ -170,7 +171,7 @@ class SharedLog:
         yield 0
         for path in self._members.iterdir():
             with suppress(FileNotFoundError):
-                yield _said_in(path.read_bytes()).position[0]
+                yield _member_in(path.read_bytes()).position[0]
 
     def _number(self) -> int | None:
         """The number of the log; None where it is missing or damaged."""
@@ -202,7 +203,7 @@ class SharedLog:
             elif kind == "!":
                 replaced += [] if rest.startswith(self.member) else [rest.rpartition(" ")[2]]
             elif kind != "-":
-                is_all = True  # it may have told of any name before it was damaged
+                is_all = True  # the damaged line may have named any name
         return News((), tuple(replaced), True) if is_all else News(tuple(names), tuple(replaced))
 
     def _new_lines(self) -> tuple[list[str], bool]:
@@ -229,12 +230,12 @@ class SharedLog:
 
     # ---- what may go
 
-    def say(self, held: Iterable[str]) -> None:
-        """A sign of life: which digests that no name keeps this server's requests use, as of the last `news`."""
+    def report_alive(self, held: Iterable[str]) -> None:
+        """Write a sign of life: the digests without a name that this server's requests use, as of the last `news`."""
         path = self._members / self.member
         new = path.with_name(f".{self.member}")
         said = msgspec.json.encode(_Member(self._read, tuple(sorted(held))))
-        said += b" " * (-len(said) % _SAID_BYTES)
+        said += b" " * (-len(said) % _MEMBER_BYTES)
         try:
             new.write_bytes(said)
             new.rename(path)
@@ -247,8 +248,9 @@ class SharedLog:
                 file.write(said.ljust(has_bytes))
 
     def removable(self, unused: set[str]) -> list[str]:
-        """In a turn, after `say`: of the digests that no name keeps, those that no server uses: each has read that the
-        name is gone, and says that it holds none. Forgets the servers that are dead, with what they were staging."""
+        """Under the change lock, after `report_alive`: the digests among `unused`, which no name keeps, that no server
+        uses. Each server has read that the name is gone, and reports that it holds none. Forgets dead servers, with
+        their staging directories."""
         members = list(self._alive())
         self._unused = {digest: self._unused.get(digest, (self._read[0], self._end)) for digest in unused}
         return [
@@ -266,14 +268,14 @@ class SharedLog:
                     path.unlink()
                 elif not path.name.startswith("."):
                     alive.add(path.name)
-                    yield _said_in(path.read_bytes())
+                    yield _member_in(path.read_bytes())
         for path in self._staging.iterdir():
             with suppress(FileNotFoundError):
                 if path.name not in alive and path.lstat().st_mtime < now_seconds - DEAD_SECONDS:
                     remove(path)
 
 
-def _said_in(data: bytes) -> _Member:
+def _member_in(data: bytes) -> _Member:
     """The content of a server's file; for a file that is being written, a server that has read nothing, so that nothing
     is removed."""
     try:

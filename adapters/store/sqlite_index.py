@@ -193,7 +193,7 @@ def _open(path: Path | None) -> sqlite3.Connection:
     """A database with the table; None: in memory. Raises sqlite3.Error."""
     database = sqlite3.connect(path or ":memory:", check_same_thread=False)
     try:
-        # What a failure of power takes of it is found by the comparison at the next start: nothing waits for the disk.
+        # The comparison at the next start finds losses by a power failure: nothing waits for the disk.
         database.execute("PRAGMA journal_mode = WAL")
         database.execute("PRAGMA synchronous = OFF")
         (form,) = database.execute("PRAGMA user_version").fetchone()

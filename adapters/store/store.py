@@ -204,7 +204,7 @@ class AdapterStore:
             condition(record, None)
             self._changes.write(name, None)
             gone = [digest for digest in record.digests if self._changes.remove_if_unused(digest)]
-        self._changes.tell_gone(gone)
+        self._changes.notify_gone(gone)
         return record.digest
 
     # ---- look-up
@@ -285,7 +285,7 @@ class AdapterStore:
         """Resolve `name`, `name@number` or `name@digest` and keep its files until the lease is released. Raises
         NotFound, Damaged."""
         self._changes.catch_up()
-        return Lease(self._changes.release, self._catalog.take(name))
+        return Lease(self._changes.release, self._catalog.lease(name))
 
     def num_leases(self, digest: str) -> int:
         """Leases held on the digest, for metrics and tests."""
@@ -309,7 +309,7 @@ def _recover(files: StoreFiles, sharing: SharedLog | None) -> dict[str, NameReco
     """The names, once what a killed process left is removed."""
     if sharing is None:
         return files.recover()
-    with sharing.turn():
+    with sharing.change_lock():
         sharing.begin_log()
-        sharing.news()  # of which all names tell
+        sharing.news()  # all names are read next
         return files.recover()

@@ -41,7 +41,7 @@ class Changes:
         self._catalog = catalog
         self._sharing = sharing
         self._reading = threading.Lock()  # held while the log is read
-        # Names that the log told of and whose files are still to be read: the store may go away in between.
+        # Names in the log whose files are still to be read: the store may become unreachable in between.
         self._unread: dict[str, None] = {}
         self._is_all_unread = False  # likewise, where all of them must be read
         # Whoever releases the last lease need not wait for the disk.
@@ -55,7 +55,7 @@ class Changes:
             if self._sharing is None:
                 yield
                 return
-            with self._sharing.turn():
+            with self._sharing.change_lock():
                 self._sharing.begin_log()
                 self._read_news()
                 yield
@@ -93,7 +93,7 @@ class Changes:
         was_there = self._files.has_adapter(digest)  # although not used any more: its last user is about to remove it
         self._files.publish(ready, digest)
         if self._sharing is not None and (was_used or was_there):
-            self._sharing.tell_replaced(digest)
+            self._sharing.log_replaced(digest)
         with self._catalog.changing:
             self._catalog.files_put(digest, was_used=was_used)
         return was_used or was_there
@@ -109,7 +109,7 @@ class Changes:
 
     # ---- outside of changes
 
-    def tell_gone(self, digests: Iterable[str]) -> None:
+    def notify_gone(self, digests: Iterable[str]) -> None:
         """Call `on_gone` for digests whose files were removed or replaced. Call it outside all locks."""
         if self.on_gone is not None:
             for digest in digests:
@@ -117,7 +117,7 @@ class Changes:
 
     def release(self, digest: str) -> None:
         """Release one lease without waiting for the disk."""
-        if not self._catalog.give_back(digest):
+        if not self._catalog.release(digest):
             with suppress(RuntimeError):  # the store is closed: the next to open it removes them
                 self.remover.submit(self._collect, digest)
 
@@ -130,7 +130,7 @@ class Changes:
         try:
             with self.changing_files():
                 is_gone = self.remove_if_unused(digest)
-            self.tell_gone([digest] if is_gone else [])
+            self.notify_gone([digest] if is_gone else [])
         except Exception:
             log.exception("the files of adapter %s could not be removed; the next start will try again", digest)
 
@@ -143,7 +143,7 @@ class Changes:
         try:
             self._read_news()
         except OSError as error:
-            refuse_shortage(error)  # Housekeeping tells the others
+            refuse_shortage(error)  # Housekeeping logs the others
 
     def _read_news(self) -> None:
         """As `catch_up`; raises OSError."""
@@ -161,15 +161,15 @@ class Changes:
             for name in list(self._unread):
                 gone += self._read_again(name)
                 del self._unread[name]
-        self.tell_gone((*gone, *news.replaced))
+        self.notify_gone((*gone, *news.replaced))
 
-    def say(self) -> None:
+    def report_alive(self) -> None:
         """Write a sign of life, with the digests that only requests of this server keep."""
         assert self._sharing is not None
         self._read_news()
         self._files.staging.mkdir(exist_ok=True)  # which is gone if this server stood still and was taken for dead
         with self._reading:
-            self._sharing.say(self._catalog.held_by_leases_alone())
+            self._sharing.report_alive(self._catalog.held_by_leases_alone())
 
     def _read_again(self, name: str) -> list[str]:
         """Read a name that another server changed. Returns the digests without users here."""

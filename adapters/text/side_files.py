@@ -28,7 +28,7 @@ Role = Literal[
 ]
 # The files that an upload without its tokenizer leaves out.
 TOKENIZER_ROLES: frozenset[Role] = frozenset({"tokenizer_config", "special_tokens_map", "added_tokens", "tokenizer"})
-# What says how prompts are written and where answers end.
+# Files that define how prompts are written and where answers end.
 TEXT_ROLES: frozenset[Role] = TOKENIZER_ROLES | {"template", "processor_template", "generation_config"}
 # Where transformers saves the chat templates beside the default one, each as NAME.jinja.
 TEMPLATES_FOLDER = "additional_chat_templates"
@@ -66,7 +66,7 @@ _BY_PART: dict[str, Role] = {
     "chat_template": "template",
 }
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".npy", ".npz", ".joblib")
-# What trainers leave beside an adapter to go on with, by themselves, by accelerate and by DeepSpeed: never opened.
+# Files of trainers, accelerate and DeepSpeed to resume training with: never opened.
 _TRAINING_STATE = re.compile(
     r"(training_args|(optimizer|scheduler|sampler|scaler|rng_state|pytorch_model_fsdp)(_\d+)?)\.(bin|pt|pth)"
     r"|random_states_\d+\.pkl"

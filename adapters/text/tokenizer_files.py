@@ -27,7 +27,7 @@ MAX_TEMPLATES = 16
 _TEMPLATE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 # Far more than adapters name; each is looked at by every request.
 _MAX_EOS_TOKENS, _MAX_VARIABLE_CHARS = 64, 1 << 14
-# What generation_config.json may hold that changes no answer here.
+# Keys of generation_config.json that change no answer here.
 _NO_SETTINGS = {"eos_token_id", "bos_token_id", "pad_token_id", "transformers_version", "_from_model_config"}
 
 

@@ -14,7 +14,7 @@ from adapters.text.side_files import Role
 
 # The named special tokens, in transformers' order; templates see them as variables.
 NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-# Of these no prompt of a chat holds one, unless a template writes it.
+# Tokens that no chat prompt contains, unless a template writes them.
 _UNUSED_ROLES = frozenset({"unk_token", "sep_token", "pad_token", "cls_token", "mask_token"})
 # A token that fills batches in training, by its name.
 _PADDING_NAME = re.compile(r"(?<![a-z])pad(ding)?(?![a-z])", re.IGNORECASE)
@@ -26,7 +26,7 @@ FILE_OF: Mapping[Role, str] = {
     "processor_template": "chat_template.json",
     "generation_config": "generation_config.json",
 }
-# Of a tokenizer.json: far more than models have, thousands, of a hundred characters or two each.
+# Limits of a tokenizer.json: far more than models have, thousands, of a hundred characters or two each.
 _MAX_ADDED_TOKENS, _MAX_ENTRY_CHARS = 1 << 14, 1 << 13
 _ADDED_TOKENS = re.compile(r'"added_tokens"\s*:\s*\[')
 _SPACE = re.compile(r"[ \t\n\r]*")
@@ -75,7 +75,7 @@ def special_tokens(config: Mapping[str, Any], tokens_map: Mapping[str, Any]) -> 
 
 
 def merged_config(config: Mapping[str, Any], tokens_map: Mapping[str, Any]) -> dict[str, Any]:
-    # What lists added tokens was written by a version that reads no special_tokens_map.json.
+    # Files that list added tokens come from versions that read no special_tokens_map.json.
     return {**config} if "added_tokens_decoder" in config else {**config, **tokens_map}
 
 
@@ -131,7 +131,7 @@ def listed_tokens(files: Mapping[Role, bytes], parsed: Mapping[Role, dict[str, A
     return listed
 
 
-# Of an entry that has none, which no base has.
+# The id of an entry without one, which no base has.
 _NO_ID = "none"
 
 

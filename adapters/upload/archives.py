@@ -95,7 +95,7 @@ def _unpack_tar(archive: Path, sink: Sink, max_files: int, limit: int) -> None:
                 assert data is not None
                 with reader.data():
                     sink(path, data)
-        with reader.data():  # tarfile stops at the end mark; what gzip says of its content comes after
+        with reader.data():  # tarfile stops at the end mark; gzip's checksum comes after
             while reader.read(CHUNK_BYTES):
                 pass
 

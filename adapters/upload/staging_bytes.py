@@ -28,7 +28,7 @@ class StagingBytes:
     def take(self, owner: str, num_bytes: int) -> None:
         """Reserve bytes before they are written. Raises StagingFull if the owner may not have as many."""
         with self._lock:
-            if not self._shares.take(owner, num_bytes):
+            if not self._shares.acquire(owner, num_bytes):
                 raise StagingFull(
                     f"The uploads that are not finished hold {self._shares.num_held} bytes, of which yours hold "
                     f"{self._shares.held_by(owner)}; a client gets as much as it leaves free for others, at most "
@@ -38,4 +38,4 @@ class StagingBytes:
     def give_back(self, owner: str, num_bytes: int) -> None:
         """Release bytes that were removed, or became an adapter's."""
         with self._lock:
-            self._shares.give_back(owner, num_bytes)
+            self._shares.release(owner, num_bytes)

@@ -64,7 +64,7 @@ class Worker:
         """A number in a file, so many times, each in a turn: what others have written must be there."""
         path = self._root / "counter"
         for _ in range(times):
-            with self._sharing.turn():
+            with self._sharing.change_lock():
                 number = int(path.read_text()) if path.exists() else 0
                 path.write_text(f"{number + 1}\n")
         return int(path.read_text())
@@ -72,7 +72,7 @@ class Worker:
     def take_turn(self) -> bool:
         """Keep it; False where another has it for too long."""
         try:
-            self._turn.enter_context(self._sharing.turn())
+            self._turn.enter_context(self._sharing.change_lock())
         except AdapterError:
             return False
         return True

@@ -38,7 +38,7 @@ def hits_of_worth(requests: Sequence[int], room: int) -> int:
                 held.remove(least)
                 worths.evict(least)
             held.add(adapter)
-            worths.come(adapter)
+            worths.add(adapter)
         worths.use(adapter)
     return hits
 

@@ -542,7 +542,7 @@ def plan_prefill(call: PrefillCall) -> ConvLaunch:
 def plan_update(call: UpdateCall) -> ConvLaunch:
     """The launch of an update with at least one token and one sequence; looks at sizes, never at values."""
     tile = update_tile(call.dim)
-    # None, hence no argument of the compiled kernel, in the form of plain decoding, and where the starts tell.
+    # None, hence no argument of the compiled kernel, in the form of plain decoding, and where the starts show it.
     tokens_each = None if call.x.dim() == 2 else call.x.shape[1]
     arguments = kernel_arguments(call) | {"tokens_each": tokens_each} | _device_arguments(call, tile)
     grid = (call.num_sequences, triton.cdiv(call.dim, tile.channels))

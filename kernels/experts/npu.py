@@ -18,9 +18,9 @@ from kernels.swiglu.ops import swiglu
 _MAX_EXPERTS = 1024
 # The last dimension of inputs and weights is below this.
 _INNER_LIMIT = 65_536
-# Of `npu_grouped_matmul`: one result, groups of rows, and numbers of rows instead of their running sum.
+# Constants of `npu_grouped_matmul`: one result, groups of rows, and numbers of rows instead of their running sum.
 _ONE_RESULT, _ROWS, _COUNTS = 2, 0, 1
-# Of `npu_moe_init_routing_v2`: numbers of rows, and no quantisation.
+# Constants of `npu_moe_init_routing_v2`: numbers of rows, and no quantisation.
 _COUNT_TOKENS, _NOT_QUANTISED = 1, -1
 
 

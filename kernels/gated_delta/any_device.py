@@ -129,7 +129,7 @@ def _in_chunks(
     causal = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).tril()
     decay = (total.unsqueeze(3) - total.unsqueeze(2)).masked_fill_(~causal, -torch.inf).exp_()
     weighted = k * beta.unsqueeze(3)
-    # What each token's write is changed by those before it in the chunk: unit lower triangular, its ones implied.
+    # Change of each token's write by those before it in the chunk: unit lower triangular, its ones implied.
     changes = ((weighted @ k.transpose(2, 3)) * decay).tril_(-1)
     both = torch.cat((weighted * total.exp().unsqueeze(3), v * beta.unsqueeze(3)), dim=3)
     from_state, written = (_inverse(changes) @ both).split((k.shape[3], v.shape[3]), dim=3)

@@ -225,7 +225,7 @@ def compiled_count() -> int:
     return triton_launch.count_compiled(gated_delta_decode, gated_delta_walk, *KERNELS)
 
 
-# Of decode, which alone is captured on an NPU: a prompt's lengths are the host's.
+# Only decode is captured on an NPU: a prompt's lengths are on the host.
 CONTRACT = Contract(
     refuses=refuses, warm_up=partial(warm_up_with, prefill), compiled_count=compiled_count, replayable=True
 )

@@ -28,7 +28,7 @@ from kernels.platform import in_use
 CHUNK = 64
 # Sequences up to this length are walked token by token (`triton_ascend_walk`). Not measured: it is a single chunk.
 MAX_SHORT_TOKENS = CHUNK
-# Of a sequence, so many are computed at a time, which bounds the memory in between.
+# Chunks of a sequence computed at a time, which bounds the memory in between.
 PIECE_TOKENS = 2048
 KERNELS = (gated_delta_norm, gated_delta_prepare, gated_delta_solve, gated_delta_double, gated_delta_scan)
 # Heads with larger keys are walked, whatever their length: with these the scan takes 92 % of a cube's memory.

@@ -27,7 +27,7 @@ import triton.language as tl
 from kernels.gated_delta.triton_ascend_decode import of_head
 
 BLOCK = tl.constexpr(16)
-# Of each token of a chunk: beta, exp(G), exp(G of the last token - G), and exp(G of the last token).
+# Factors of each token of a chunk: beta, exp(G), exp(G of the last token - G), and exp(G of the last token).
 NUM_FACTORS = tl.constexpr(4)
 
 

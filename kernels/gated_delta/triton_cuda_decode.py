@@ -208,7 +208,7 @@ def gated_delta_decode_kernel(
         ptr, mask = _tile_values(out_ptr, index, VALUE_DIM, BLOCK_V)
         tl.store(ptr, (read * decay + qk * new).to(out_ptr.dtype.element_ty), mask=mask)
 
-    # What was read, of all value heads at once; other threads wrote it, and read it before it is written again.
+    # The values read, of all value heads at once; other threads wrote it, and read it before it is written again.
     tl.debug_barrier()
     out = tl.load(out_ptr + place, mask=is_value, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(out * out, 1) / VALUE_DIM + eps)

@@ -33,7 +33,7 @@ def pack_weight(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedWeight
     elif data is weight:
         data = weight.clone()
     held_bias = None if bias is None else bias.to(compute_dtype, copy=True)
-    # oneDNN may pad the blocks of its layout a little, and does not tell.
+    # oneDNN may pad the blocks of its layout a little, without reporting it.
     nbytes = (out_features * in_features + (0 if bias is None else out_features)) * compute_dtype.itemsize
     return PackedWeight(data, held_bias, weight.dtype, out_features, in_features, "cpu", nbytes)
 

@@ -20,7 +20,7 @@ CONTRACT = Contract()
 MAX_KEPT_VIEWS = 64  # of A and B, of a stack
 _SUM = 0  # mode of `embedding_bag`
 
-# Of A and of B.
+# (rows of A, rows of B)
 _Rows = tuple[torch.Tensor, torch.Tensor]
 
 

@@ -2,5 +2,5 @@
 
 from __future__ import annotations
 
-# What the kernels for GPUs and NPUs take; a CPU takes any rank.
+# Largest rank of the kernels for GPUs and NPUs; a CPU supports any rank.
 MAX_KERNEL_RANK = 256

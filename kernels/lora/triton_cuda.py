@@ -253,7 +253,7 @@ def _launch_shrink(
         one_token.launch_shrink(config, device.num_cores, x, h, stack, maps, row_index, dependent, options)
         return
     num_splits, num_slices, in_features = h.shape[0], len(stack.a), stack.a[0].shape[1]
-    # Of a rank just below the largest, what is left of whole blocks takes one of each smaller height.
+    # For a rank just below the largest, the rest beyond whole blocks uses one block of each smaller height.
     blocks_of_slice = MAX_KERNEL_RANK // config.block_r + max(0, (config.block_r // 32).bit_length() - 1)
     items_of_tile = num_slices * num_splits * blocks_of_slice
     grid = _grid(device, config.block_m, maps, items_of_tile, config.programs_per_core)

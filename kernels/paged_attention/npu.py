@@ -24,7 +24,7 @@ from kernels.contract import Contract
 from kernels.platform import MAX_CACHE_ELEMENTS
 from kernels.shapes import ProbeShapes
 
-# What the operator takes in the layout TND with a paged cache. 256 is not documented, but used in production.
+# Limits of the operator in the layout TND with a paged cache. 256 is not documented, but used in production.
 DTYPES = (torch.float16, torch.bfloat16)
 _HEAD_DIMS = (64, 128, 192, 256)
 _BLOCK_SIZES_TOKENS = (128, 256, 384, 512)

@@ -79,7 +79,7 @@ def paged_attention(
         sliding_window or 0,
         max_blocks,
         q.stride(0),
-        # Of a capped score the kernel takes exp(2 * score / cap) first; base 2 comes with the cap.
+        # For a capped score the kernel computes exp(2 * score / cap) first; base 2 comes with the cap.
         scale * _LOG2_E if score_cap is None else 2.0 * scale * _LOG2_E / score_cap,
         0.0 if score_cap is None else score_cap * _LOG2_E,
         KV_HEADS=kv_heads,

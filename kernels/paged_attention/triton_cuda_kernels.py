@@ -20,7 +20,7 @@ import triton.language as tl
 SEARCH_BLOCK = tl.constexpr(256)
 SPLIT_BLOCK = tl.constexpr(8)
 
-# What changes from step to step must not lead to another compilation.
+# Arguments that change from step to step must not cause another compilation.
 _STEP_ARGUMENTS = [
     "starts_ptr",
     "kv_lens_ptr",

@@ -45,7 +45,7 @@ def probe_apart(
             process.ask(
                 {
                     "device": device,
-                    # What it compiles, this process finds, which compiles nothing until it has ended.
+                    # This process finds the kernels that it compiles, and compiles nothing until it has ended.
                     "environ": cache_in_use(),
                     "shapes": asdict(shapes),
                     "ops": work.left,

@@ -71,7 +71,7 @@ class ProbeProcess:
     def ask(self, request: Mapping[str, Any]) -> None:
         """Send its one request, which `child.py` describes."""
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended already; `lines` tells
+        with suppress(BrokenPipeError):  # it has ended already; `lines` reports that
             self._process.stdin.write(json.dumps(request).encode())
             self._process.stdin.close()
 

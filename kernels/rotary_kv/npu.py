@@ -19,7 +19,7 @@ from kernels.rotary_kv import reference
 from kernels.rotary_kv.gates import without_gates
 from kernels.shapes import ProbeShapes
 
-# What torch_npu documents for the mode "half": fewer heads and a smaller head than these.
+# Limits that torch_npu documents for the mode "half": fewer heads and a smaller head than these.
 _HEADS_END = 1000
 _HEAD_DIM_END = 896
 
@@ -52,7 +52,7 @@ def rotary_kv(
     num_heads = qkv.shape[1] - 2 * kv_heads
     qk, v = qkv[:, : num_heads + kv_heads], qkv[:, num_heads + kv_heads :]
     if cos.shape[-1] < qkv.shape[2] or (head_weight is not None and head_weight.dtype is not qkv.dtype):
-        # What torch_npu's rotation and norm do not document.
+        # Cases that torch_npu does not document for its rotation and norm.
         return reference.rotary_kv(qkv, cos, sin, k_cache, v_cache, slot_mapping, head_weight, eps)
     if head_weight is not None:
         # One norm for all heads, whose weights differ, and one product.

@@ -29,7 +29,7 @@ _ITEM_ELEMENTS = 1024
 _BLOCK_ELEMENTS = 16
 # As many tokens as decode steps have; a larger step keeps the device busy for longer than its launch takes.
 KEPT_TOKENS = 256
-# What every call brings along, in the kernel's order.
+# Arguments of every call, in the kernel's order.
 _TENSORS = ("qkv_ptr", "cos_ptr", "sin_ptr", "weight_ptr", "slots_ptr", "q_ptr", "k_cache_ptr", "v_cache_ptr")
 
 

@@ -1,6 +1,6 @@
-"""The numbers of requests' sampling parameters, a column of a step's matrix for each row of logits.
+"""Numeric rows of requests' sampling parameters: a column of a step's matrix for each row of logits.
 
-Apart from their declaration, which processes without numpy read too.
+They are separate from the declaration, which processes without numpy read too.
 """
 
 from __future__ import annotations

@@ -25,12 +25,13 @@ import msgspec
 class Parameter:
     """One number of a request.
 
-    stage        "penalty": changes the logits by what the sequence holds already, so that its slot's counts are read;
-                 "draw": changes the distribution that is drawn from, so nothing where the most likely token is taken
-    meaning      what it does, for clients
-    least, most  that a request may have
-    is_whole     an integer, of which a client may ask for more than `most` and gets that
-    is_models    a model's generation_config.json may name it, as transformers and vLLM read one
+    stage        "penalty": changes the logits by the sequence's tokens so far, so that its slot's counts are read;
+                 "draw": changes the distribution that is drawn from, so it has no effect where the most likely token is
+                 chosen
+    meaning      its effect, for clients
+    least, most  bounds in a request
+    is_whole     an integer; a client's larger value than `most` is clamped to it
+    is_models    a model's generation_config.json may set it, as transformers and vLLM read one
     name         in requests
     neutral      the value that changes nothing
     """

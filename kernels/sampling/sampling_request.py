@@ -72,7 +72,7 @@ class GivenRow:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A step's sampling on the host; what `read` needs to tell whose the results are.
+    """A step's sampling on the host, which `read` needs to assign the results.
 
     matrix  float64 [num_parameters, len(rows)], see `parameter_rows.matrix_of`
     """
@@ -83,7 +83,7 @@ class Asked:
     matrix: np.ndarray
 
     def fill(self, arrays: SamplingArrays[HostArray]) -> None:
-        """Write what the device is told, to arrays that are laid out for `facts`."""
+        """Write the device's inputs to arrays that are laid out for `facts`."""
         facts, rows = self.facts, self.rows
         arrays.rows.put([row.logits_row for row in rows])
         arrays.parameters.put(self.matrix)
@@ -143,7 +143,7 @@ def ask(
     num_logits: int,
     vocab: int,
 ) -> Asked:
-    """A step's sampling, from what each row wants.
+    """A step's sampling, from the requests of its rows.
 
     num_logits, vocab  shape of the logits
     """

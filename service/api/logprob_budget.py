@@ -21,7 +21,7 @@ class LogprobBudget:
 
     def take(self, count: int) -> None:
         """So many more are about to be kept. QueueFull if the client may not have them."""
-        if not self._shares.take(self._client, count):
+        if not self._shares.acquire(self._client, count):
             raise QueueFull(
                 f"Answers that are not sent yet hold {self._shares.num_held} log probabilities, of which you have "
                 f"{self._shares.held_by(self._client)}; a client gets as many as it leaves free for others, at most "
@@ -35,7 +35,7 @@ class LogprobBudget:
         """So many are gone, if they are not released yet."""
         count = min(count, self._num_held)
         self._num_held -= count
-        self._shares.give_back(self._client, count)
+        self._shares.release(self._client, count)
 
     def release(self) -> None:
         """All are gone; once is enough, more does nothing."""

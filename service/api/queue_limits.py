@@ -28,7 +28,7 @@ class QueueLimits:
 
     def enter(self, num_sequences: int, client: str = "") -> None:
         """Take places. QueueFull if the client may not have all of them."""
-        if not self._shares.take(client, num_sequences):
+        if not self._shares.acquire(client, num_sequences):
             raise QueueFull(
                 f"{self.num_open} of {self.limit} places are taken and this request needs {num_sequences}; "
                 "send it again later, or fewer at a time.",
@@ -37,7 +37,7 @@ class QueueLimits:
 
     def leave(self, num_sequences: int, client: str = "") -> None:
         """Give a client's places back."""
-        self._shares.give_back(client, num_sequences)
+        self._shares.release(client, num_sequences)
 
     @contextmanager
     def places(self, num_places: int = 1) -> Iterator[None]:

@@ -15,7 +15,7 @@ def fill(shares: ClientQuota, payer: str, largest: int) -> int:
     """Let a payer take all that it may, in pieces from the largest to single ones. Returns how much."""
     count = largest
     while count:
-        if not shares.take(payer, count):
+        if not shares.acquire(payer, count):
             count //= 2
     return shares.held_by(payer)
 
@@ -23,7 +23,7 @@ def fill(shares: ClientQuota, payer: str, largest: int) -> int:
 def test_one_alone_has_its_most_and_others_halves() -> None:
     shares = ClientQuota(32)
     assert [fill(shares, f"p{index}", 64) for index in range(6)] == [32, 16, 8, 4, 2, 1]
-    shares.give_back("p0", 32)
+    shares.release("p0", 32)
     assert fill(shares, "p6", 64) == 16
 
 
@@ -33,8 +33,8 @@ def test_a_newcomer_gets_in_whoever_holds_what_it_can(num_payers: int) -> None:
     for index in range(num_payers):
         assert fill(bodies, f"p{index}", 64 * MIB) >= MIB
         assert fill(uploads, f"p{index}", 16) >= 1
-    assert bodies.take("newcomer", MIB)
-    assert uploads.take("newcomer", 1)
+    assert bodies.acquire("newcomer", MIB)
+    assert uploads.acquire("newcomer", 1)
     assert bodies.num_held <= bodies.most == (64 + NUM_SMALL) * MIB
     assert uploads.num_held <= uploads.most == 16 + NUM_SMALL
 
@@ -43,8 +43,8 @@ def test_what_is_always_free_is_so_beside_a_thousand() -> None:
     shares = ClientQuota(32 * MIB, small=MIB, always=MIB >> 4)
     for index in range(1024):
         assert fill(shares, f"p{index}", 64 * MIB) >= MIB >> 4
-    assert shares.take("newcomer", MIB >> 4)
-    assert not shares.take("newcomer", 1)
+    assert shares.acquire("newcomer", MIB >> 4)
+    assert not shares.acquire("newcomer", 1)
     assert shares.num_held <= shares.most + 1025 * (MIB >> 4)
 
 
@@ -56,11 +56,11 @@ def test_random_payers_stay_within_the_bounds(seed: int) -> None:
         mine = held.get(payer, 0)
         if rng.random() < 0.3:
             count = rng.randint(0, mine)
-            shares.give_back(payer, count)
+            shares.release(payer, count)
             held[payer] = mine - count
         else:
             others = sum(held.values()) - mine
-            taken = shares.take(payer, count)
+            taken = shares.acquire(payer, count)
             assert taken or mine + count > 1
             if mine + count <= 64 and others + 2 * (mine + count) <= 128:
                 assert taken, "a payer that leaves as much as it takes was kept out"
@@ -68,5 +68,5 @@ def test_random_payers_stay_within_the_bounds(seed: int) -> None:
             assert held[payer] <= 64
         assert shares.num_held == sum(held.values()) <= shares.most + len(held)
     for payer, count in held.items():
-        shares.give_back(payer, count)
+        shares.release(payer, count)
     assert shares.num_held == 0

@@ -60,7 +60,7 @@ class BodyBudget:
 
     def take(self, client: str, num_bytes: int) -> None:
         """QueueFull if the client may not have so many more."""
-        if not self._shares.take(client, num_bytes):
+        if not self._shares.acquire(client, num_bytes):
             raise QueueFull(
                 f"The requests that are being read hold {self.num_bytes} bytes, of which you have "
                 f"{self._shares.held_by(client)}; a client gets as much as it leaves free for others, at most "
@@ -70,7 +70,7 @@ class BodyBudget:
 
     def give_back(self, client: str, num_bytes: int) -> None:
         """They are parsed, or thrown away."""
-        self._shares.give_back(client, num_bytes)
+        self._shares.release(client, num_bytes)
 
 
 class JsonRoute(APIRoute):

@@ -94,7 +94,7 @@ class UploadSlots:
         """Held inside by who pays for the request. QueueFull if it may have no more now; a slow upload of who has the
         most then ends, so that it may have one soon."""
         client = CLIENT.get()
-        if not self._shares.take(client, 1):
+        if not self._shares.acquire(client, 1):
             self._take_one_back(client)
             raise QueueFull(
                 f"{self.num_open} uploads are on their way, {self._shares.held_by(client)} of them yours; a client "
@@ -108,7 +108,7 @@ class UploadSlots:
             yield place
         finally:
             self._open.remove(place)
-            self._shares.give_back(client, 1)
+            self._shares.release(client, 1)
             self._given_back.set()
             self._given_back = asyncio.Event()
 

@@ -11,14 +11,14 @@ from bench.scale.cluster_bounds import hits_of_greedy_dual, hits_of_least_recent
 
 
 def _used(worths: DecayingLfu, digest: str, num_uses: int) -> None:
-    worths.come(digest)
+    worths.add(digest)
     for _ in range(num_uses):
         worths.use(digest)
 
 
 def test_what_an_adapter_comes_in_for_is_one_use() -> None:
     worths = DecayingLfu(lambda _: 1.0)
-    worths.come("a")
+    worths.add("a")
     before = worths.of("a")[0]
     worths.use("a")
     assert worths.of("a")[0] == before == 1.0
@@ -32,7 +32,7 @@ def test_one_that_was_evicted_is_known_when_it_comes_back() -> None:
     worths.evict("often")
     _used(worths, "once", 1)
     _used(worths, "often", 1)
-    worths.look_at("once")
+    worths.touch("once")
     assert min(["often", "once"], key=worths.of) == "once"
 
 
@@ -47,13 +47,13 @@ def test_one_that_left_for_another_reason_is_not() -> None:
 def test_so_many_are_remembered_and_no_more() -> None:
     worths = DecayingLfu(lambda _: 1.0)
     for number in range(2000):  # uses fade slowly beside so many
-        worths.come(f"kept-{number}")
+        worths.add(f"kept-{number}")
     _used(worths, "often", 5)
     worths.evict("often")
     for number in range(MOST_REMEMBERED):
-        worths.come(str(number))
+        worths.add(str(number))
         worths.evict(str(number))
-    worths.come("often")
+    worths.add("often")
     assert worths.of("often")[0] == 1.0
 
 
@@ -71,9 +71,9 @@ def test_the_least_is_known_whatever_has_come_gone_and_been_used() -> None:
     for _ in range(5000):
         digest = chance.choice([*costs])
         if digest not in kept:
-            worths.come(digest)
+            worths.add(digest)
             kept.add(digest)
-        chance.choice([worths.use, worths.use, worths.look_at])(digest)
+        chance.choice([worths.use, worths.use, worths.touch])(digest)
         assert worths.least() == min(kept, key=worths.of)
         if len(kept) > chance.randint(10, 50):
             gone = worths.least() if chance.random() < 0.8 else digest
@@ -90,11 +90,11 @@ def test_the_least_costs_no_look_at_all_that_are_there() -> None:
 
     worths = HeapDecayingLfu(cost_per_size)
     for number in range(2000):
-        worths.come(str(number))
+        worths.add(str(number))
     num_asked.clear()
     for number in range(2000, 3000):
         worths.evict(worths.least())
-        worths.come(str(number))
+        worths.add(str(number))
     assert len(num_asked) < 10 * 1000
 
 

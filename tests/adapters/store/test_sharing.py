@@ -144,11 +144,11 @@ from adapters.store.shared_log import SharedLog
 
 store_dir = Path(sys.argv[1])
 sharing = SharedLog(store_dir)
-with sharing.turn():
+with sharing.change_lock():
     sharing.begin_log()
     with sharing.announced("mine"):
         (store_dir / "names" / "mine").unlink()
-        sharing.say(("0" * 64,))
+        sharing.report_alive(("0" * 64,))
         print(sharing.member, flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -207,7 +207,7 @@ def test_files_of_deleted_adapters_go_on_a_full_disk(stores: Two, monkeypatch: p
 def test_a_disk_that_refuses_signs_of_life_is_told_of_once(
     root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    say, attempts, is_full = SharedLog.say, threading.Semaphore(0), threading.Event()
+    say, attempts, is_full = SharedLog.report_alive, threading.Semaphore(0), threading.Event()
 
     def say_on_that_disk(self: SharedLog, held: Iterable[str]) -> None:
         attempts.release()
@@ -219,8 +219,8 @@ def test_a_disk_that_refuses_signs_of_life_is_told_of_once(
         for _ in range(4):
             assert attempts.acquire(timeout=LIMIT_SECONDS)
 
-    monkeypatch.setattr(SharedLog, "say", say_on_that_disk)
-    monkeypatch.setattr(housekeeping, "HOUSE_SECONDS", 0.001)
+    monkeypatch.setattr(SharedLog, "report_alive", say_on_that_disk)
+    monkeypatch.setattr(housekeeping, "SIGN_OF_LIFE_SECONDS", 0.001)
     caplog.set_level(logging.INFO, logger=housekeeping.log.name)
     store = _open(root)
     for change in (is_full.set, is_full.clear):
@@ -238,11 +238,11 @@ def test_a_disk_that_refuses_signs_of_life_is_told_of_once(
 def test_a_server_that_stands_still_in_its_turn_blocks_changes_and_no_look_up(
     root: Path, stores: Two, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_log, "TURN_SECONDS", 0.05)
+    monkeypatch.setattr(shared_log, "CHANGE_LOCK_SECONDS", 0.05)
     one, other = stores
     upload_small(one, LAYOUT, "mine", seed=1)
     standing = SharedLog(next(root.iterdir()))
-    with standing.turn():
+    with standing.change_lock():
         assert other.get("mine").name == "mine"
         with pytest.raises(StoreBusy, match="try again"):
             other.delete("mine")
