@@ -5,7 +5,7 @@ request goes where `service.cluster.routing` says; one whose engine dies, or sto
 received any of the answer is sent again once, to another (`service.cluster.dispatch`): an answer that is not streamed
 begins anew. A stream that had begun ends with EngineDied, as with one engine.
 
-Everything is in one event loop. Loads are what was sent from here, which is all where nobody else sends to these
+Everything is in one event loop. Loads count what was sent from here, which is all where no other server sends to these
 engines; tiers and free rows are as the engines reported last.
 """
 

@@ -1,4 +1,4 @@
-"""`multilora doctor`: looks at all that serving needs, says what is wrong and what to do, and gives a verdict."""
+"""`multilora doctor`: examines all that serving needs, and reports faults, cures and a verdict."""
 
 from __future__ import annotations
 

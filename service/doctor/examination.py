@@ -20,7 +20,7 @@ class Examination:
     """One run of the doctor.
 
     settings       what `multilora serve` would run with here
-    tell           shows what is being done, in a few words
+    tell           shows the current work, in a few words
     device         the settings' own; "auto" until torch has been asked what there is
     import_errors  torch or torch_npu -> why it cannot be imported
     platform       None if the device is not there
@@ -47,10 +47,10 @@ class Examination:
 
 
 class Skipped(Exception):
-    """A part has nothing to do, because an earlier one has found something wrong; says what is missing."""
+    """The note of a part that is skipped because of an earlier fault; it names what is missing."""
 
 
 def fault_of(error: Exception, code: str) -> Finding:
-    """An error that nobody foresaw, as a finding."""
+    """An unforeseen error, as a finding."""
     text = " ".join(str(error).split())[:500]
     return Finding("error", code, f"{type(error).__name__}: {text}" if text else type(error).__name__)

@@ -24,7 +24,7 @@ _TOOL_SECONDS = 10.0
 class Compiler:
     """CANN's compiler of Triton kernels.
 
-    version  "1.2.0"; None where it does not say
+    version  "1.2.0"; None where it reports none
     help     all that --help prints
     """
 
@@ -40,7 +40,7 @@ class Host:
     triton_dir      directory that `import triton` finds
     device_nodes    /dev nodes of NPUs -> whether this user may open them
     programs        compilers and tools -> path
-    compiler        what bishengir-compile says of itself; None where it is absent, fails or hangs
+    compiler        version and help of bishengir-compile; None where it is absent, fails or hangs
     torch_cuda      CUDA version that torch was built for
     import_errors   torch or torch_npu -> why it cannot be imported, one sentence
     """

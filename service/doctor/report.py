@@ -136,7 +136,7 @@ def clean(value: Any) -> Any:
 
 
 def shortened(text: str) -> str:
-    """Home directory and working directory as ~ and a dot: who and where is nobody's business in a bug report."""
+    """Home directory and working directory as ~ and a dot: a bug report shall not show users and places."""
     directories = {str(Path.home()): "~"}
     with suppress(OSError):  # it may be gone
         directories[os.getcwd()] = "."

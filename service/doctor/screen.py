@@ -1,4 +1,4 @@
-"""The report for a person at a terminal; colour only says once more what the words say."""
+"""The report for a person at a terminal; colour only repeats the words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which NPUs a process is told to see, held against the device nodes that are there. Not verified on an NPU."""
+"""The NPUs that a process is set to see, compared with the device nodes that exist. Not verified on an NPU."""
 
 from __future__ import annotations
 

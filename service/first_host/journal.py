@@ -1,4 +1,4 @@
-"""The report's directory: one command at a time, and whatever has been found survives whoever is killed.
+"""The report's directory: one command at a time writes it, and findings survive any process that is killed.
 
 `report.json` and `report.html` are each replaced by one rename, so that a reader, and a command that is resumed after
 `kill -9`, sees a whole file or the one before. The lock is the kernel's and ends with its process.

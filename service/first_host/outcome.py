@@ -12,14 +12,14 @@ from service.doctor.report import Level, clean
 FORMAT = 1
 
 Status = Literal["not run", "running", "ok", "failed", "crashed", "timed out", "not applicable"]
-# Without the answer that was asked for, and why is told.
+# Ended without the answer, with the reason.
 FAILED: tuple[Status, ...] = ("failed", "crashed", "timed out")
-# After these a step has said all that it can say.
+# The final states of a step.
 ENDED: tuple[Status, ...] = ("ok", *FAILED, "not applicable")
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that is not as it should be; see `service.doctor.report.Finding`. step: who found it."""
+    """A fault; see `service.doctor.report.Finding`. step: the step that found it."""
 
     step: str
     level: Level

@@ -114,5 +114,5 @@ def _spoken(name: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    """Whatever a host's programs have said is text here, never markup."""
+    """Escape the output of a host's programs, which is text here, never markup."""
     return escape(str(clean(str(value))))

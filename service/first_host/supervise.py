@@ -1,7 +1,7 @@
 """One step in a process of its own: whatever it does, crash, hang or flood its output, costs that step alone.
 
 The process is the leader of a session, so that everything it starts is killed with it. It dies with this process, by
-the kernel's parent-death signal (see `step_process.py`), so that nobody who is killed leaves a device in use.
+the kernel's parent-death signal (see `step_process.py`), so that no killed process leaves a device in use.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class _Child:
         self.lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         threading.Thread(target=self._read, daemon=True).start()
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended already, which its exit code tells
+        with suppress(BrokenPipeError):  # it has ended already, as its exit code shows
             self._process.stdin.write(json.dumps(request).encode())
             self._process.stdin.close()
 
@@ -116,7 +116,7 @@ class _Child:
 
 
 def _follow(child: _Child, outcome: Outcome, deadline: float, tell: Callable[[str], None]) -> None:
-    """Take what the process says, up to its last word, its end or the deadline."""
+    """Read the process's reports, up to the last one, its end or the deadline."""
     while True:
         try:
             line = child.lines.get(timeout=max(deadline - time.monotonic(), 0.0))

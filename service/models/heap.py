@@ -54,7 +54,7 @@ def _use_one_heap(mmap_threshold_bytes: int, trim_threshold_bytes: int) -> None:
 
 
 def trim_heap() -> None:
-    """Give memory that was freed back to the system.
+    """Return freed memory to the system.
 
     glibc keeps freed blocks of up to 32 MiB for later: after loading, a tenth of the model's size. Other C libraries
     have no such call, and none is made there.

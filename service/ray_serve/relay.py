@@ -5,7 +5,7 @@ requests that came by this connection. A connection lasts as long as the engine'
 ready, and when that ends the reason is the last message. Requests of a connection that breaks are aborted; it breaks
 too when the other host says nothing any more.
 
-The bytes are not encrypted; whoever knows the token, or reads along, can use the engine.
+The bytes are not encrypted; anyone who knows the token, or reads along, can use the engine.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ class Address:
 
 
 class RemoteEngine(EngineLink):
-    """An engine that somebody else keeps running. It is "restarting" whenever there is no connection, and connected to
-    again and again: whether it will come back is for its owner to say."""
+    """An engine that another process runs. It is "restarting" while there is no connection, which is retried without
+    end: its owner decides whether it comes back."""
 
     def __init__(self, address: Address) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class RemoteEngine(EngineLink):
 
 
 class RemoteEngines(Engines):
-    """Engines that others start and stop, who tell `set_addresses` which there are.
+    """Engines that others start and stop; `set_addresses` receives the list of them.
 
     num_expected  engines that there should be; fewer show as missing
     serves        see Address: token ids mean something else to an engine of another model

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # Unanswered pings, one at each health check and second, after which an engine is killed.
 _MOST_UNANSWERED = 60
 _LOOK_SECONDS = 0.1
-# Settings of `multilora serve` that mean nothing in Ray Serve's config, with what says the same.
+# Settings of `multilora serve` that mean nothing in Ray Serve's config, with the ones that replace them.
 _CONFIG = "the config file of Ray Serve"
 _NOT_OURS = {
     "host": _CONFIG,
@@ -44,7 +44,7 @@ _NOT_OURS = {
 
 
 def ray_settings(given: Mapping[str, Any]) -> Settings:
-    """Settings of a replica. SettingsError if they are wrong, or say what Ray Serve's config says.
+    """Settings of a replica. Raises SettingsError if they are wrong, or belong into Ray Serve's config.
 
     Names are shared: at an upgrade two ingresses have the store at the same time.
     """

@@ -11,7 +11,7 @@ DEFAULT_TOKENS_PER_ENGINE = 32_768.0
 
 
 def engines_wanted(queued_tokens: float, tokens_per_engine: float) -> int:
-    """At least one; as many as it takes for none to have more than `tokens_per_engine`."""
+    """The number of engines for which none has more than `tokens_per_engine`; at least one."""
     return max(1, math.ceil(queued_tokens / tokens_per_engine))
 
 

@@ -2,7 +2,7 @@
 (`compiled_grammars.py`), and each of their steps has a mask of its own (`masks.py`).
 
 Who owns: this owns the compiled grammars, the masks under way and the sequences that wait; a sequence owns its
-constraint. The code that drops a sequence must also call `forget` here.
+constraint. The code that drops a sequence must also call `discard`.
 """
 
 from __future__ import annotations

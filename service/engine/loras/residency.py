@@ -1,18 +1,18 @@
-"""Where each adapter is, as one state machine; what to read next is `prefetch.py`'s to say.
+"""Residency of adapters, as one state machine; `prefetch.py` decides which one is read next.
 
     ABSENT   on disk alone, as far as the engine knows
     READING  the loader reads it
-    HOST     in host memory: kept by the host tier, or held for those who wait for it
+    HOST     in host memory: kept by the host tier, or held for requests that wait for it
     COPYING  on its way to rows that are its own, which no step uses yet
     DEVICE   steps may use its rows
     STALE    its files are gone or were replaced, and something of the old ones is still in use: requests run with its
-             rows, or the loader has not ended. Nobody new gets it; then it is ABSENT
+             rows, or the loader has not ended. No new request gets it; then it is ABSENT
 
 `_NEXT` has every step from one to another. Reads end in the loader's thread and copies on the device; both are taken
 over by `settle`, in the thread of the steps, and everything else happens there.
 
-Who frees: rows are given back by the pool, for others, or here; host memory by the host tier, for others, and when the
-last reference goes, of which COPYING and HOST-for-somebody have one.
+Who frees: rows are freed by the pool, for others, or here; host memory by the host tier, for others, and when the last
+reference goes, of which COPYING and a held HOST have one.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _MAX_STEPS_COPYING = 2
 @dataclass(frozen=True, slots=True)
 class ReadEnd:
     """A read that has ended: the state is HOST; or ABSENT, with the error if there was one, because it was stale, or
-    because nobody wanted it any more when its turn came."""
+    because it had no users when its read was due."""
 
     digest: str
     error: Exception | None
@@ -96,12 +96,12 @@ class Residency:
         self._wake = wake
         self._states: dict[str, AdapterState] = {}  # without those that are ABSENT
         self._num_in: Counter[AdapterState] = Counter()
-        self._held: dict[str, Any] = {}  # what HOST holds for somebody, and COPYING
+        self._held: dict[str, Any] = {}  # adapters of HOST held for users, and of COPYING
         self._copying: dict[str, _Copying] = {}
         self._unended: set[str] = set()  # reads
         self._pinned: Counter[str] = Counter()
         self._operator_pins: frozenset[str] = frozenset()
-        # (digest, copy, error, seconds); neither where nobody wanted it any more when its turn came
+        # (digest, copy, error, seconds); neither where it had no users when its read was due
         self._ended: queue.SimpleQueue[tuple[str, Any, Exception | None, float]] = queue.SimpleQueue()
 
     # ---- questions
@@ -145,7 +145,7 @@ class Residency:
     def read(self, digest: str, is_wanted: Callable[[], bool]) -> None:
         """ABSENT -> HOST, held, where the tier has it; else ABSENT -> READING.
 
-        is_wanted  asked when its turn comes, in the loader's thread
+        is_wanted  called when its read is due, in the loader's thread
         """
         kept = self._host.kept(digest)
         if kept is not None:
@@ -161,7 +161,7 @@ class Residency:
             self._wake()
 
     def hold(self, digest: str) -> bool:
-        """Have HOST keep its copy for somebody, whatever the tier does. False, and the state is ABSENT, if the tier has
+        """HOST: hold the copy for a user, whatever the tier does. False, and the state is ABSENT, if the tier has
         dropped it."""
         if digest not in self._held:
             kept = self._host.kept(digest)
@@ -172,7 +172,7 @@ class Residency:
         return True
 
     def release(self, digest: str) -> None:
-        """HOST: nobody waits for it any more. It stays while the tier keeps it."""
+        """HOST: drop the hold of users. The adapter stays while the tier keeps it."""
         if self._held.pop(digest, None) is not None:
             self._after_host(digest)
 
@@ -247,7 +247,7 @@ class Residency:
         return ends
 
     def evict(self, digest: str) -> None:
-        """Its files are gone, or new ones are in their place: nothing of the old ones is used for newcomers."""
+        """Forget an adapter whose files are gone or replaced: new requests use nothing of the old ones."""
         if self.state_of(digest) is AdapterState.READING:
             self._to(digest, AdapterState.STALE)
             return
@@ -345,7 +345,7 @@ class Residency:
         self.loaded_bytes["device"] += copying.num_bytes
 
     def _take_evicted(self) -> None:
-        """Note who has made room: on the device, and in host memory."""
+        """Update the states of adapters that were evicted, on the device and in host memory."""
         for digest in self.rows.take_evicted():
             self.evictions["device"] += 1
             self._to(digest, AdapterState.HOST if self._host.is_kept(digest) else AdapterState.ABSENT)
@@ -359,7 +359,7 @@ class Residency:
             self._to(digest, AdapterState.ABSENT)
 
     def _end_stale(self, digest: str) -> None:
-        """STALE -> ABSENT, once nobody runs with it and nothing more of it is being read."""
+        """STALE -> ABSENT, once no request runs with it and no read of it is under way."""
         if self.state_of(digest) is AdapterState.STALE and digest not in self._pinned and digest not in self._unended:
             self.rows.drop(digest)
             self._to(digest, AdapterState.ABSENT)

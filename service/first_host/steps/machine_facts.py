@@ -1,4 +1,4 @@
-"""The steps that look at the machine: what is installed, and who may use the device."""
+"""The steps that examine the machine: installed software, and the users of the device."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def permissions(host: StepHost) -> None:
             break
         host.tell(f"adding on {host.device} as user {os.getuid() if uid is None else uid}")
         most_seconds = _OWN_ADD_SECONDS if uid is None else _ADD_SECONDS
-        limit_seconds = min(most_seconds, 0.7 * host.limit_seconds)  # so that it is told who cannot add
+        limit_seconds = min(most_seconds, 0.7 * host.limit_seconds)  # so that the report names a user who cannot add
         tried.append({"user": os.getuid() if uid is None else uid, "groups": [_group(gid) for gid in groups],
                       **_try_to_add(host.device, uid, groups, limit_seconds)})  # fmt: skip
         host.facts(tried=tried)

@@ -1,6 +1,6 @@
 """The process of one step: `python -m service.first_host.steps.step_process FD`, started by `supervise.py`.
 
-Reads one JSON request from stdin, and writes to the descriptor one JSON line for each thing that it has to say.
+Reads one JSON request from stdin, and writes one JSON line for each report to the descriptor.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MAX_SENTENCE_CHARACTERS = 500
 
 
 class NotApplicable(Exception):
-    """The step means nothing on this device; says why."""
+    """Raised with the reason where a step does not apply to this device."""
 
 
 class StepFailed(Exception):
@@ -59,7 +59,7 @@ class StepHost:
         self._say(tell=text)
 
     def facts(self, **facts: Any) -> None:
-        """Plain values for the report, at once: what is said stays, whatever becomes of this process."""
+        """Report plain values at once, so that they survive this process."""
         self._say(facts=facts)
 
     def find(self, level: Level, code: str, message: str, cure: str | None = None) -> None:
@@ -119,6 +119,6 @@ if __name__ == "__main__":
     from service.first_host.steps import step_process
 
     code = step_process.main()
-    # Without the teardown of torch's threads and of drivers, which may hang; everything is said by now.
+    # Without the teardown of torch's threads and of drivers, which may hang; all reports are written by now.
     sys.stderr.flush()
     os._exit(code)

@@ -40,8 +40,8 @@ class Decoder:
         self._norms = {norm.name: norm for norm in (*norms, self._norm)}
 
     def bind_rows(self, rows: RowSource) -> None:
-        """Give every projection, the token embedding and the head their LoRA rows, and all that may have more of an
-        adapter's its place."""
+        """Bind LoRA rows to every projection, the token embedding and the head, and non-LoRA parameters to all modules
+        that may have them."""
         self._embedding.bind_rows(rows)
         for projection in self._projections:
             projection.bind_rows(rows)

@@ -1,4 +1,4 @@
-"""A layer of the decoder as its `LayerSpec` says: a mixer and a feed-forward layer, and the norms around the two."""
+"""A layer of the decoder, from its `LayerSpec`: a mixer and a feed-forward layer, and the norms around the two."""
 
 from __future__ import annotations
 

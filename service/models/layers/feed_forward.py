@@ -16,7 +16,7 @@ class GatedMlp:
     """down(activation(gate(x)) * up(x)), gate and up packed."""
 
     def __init__(self, weights: Weights, prefix: str, mlp: MlpSpec) -> None:
-        """prefix  of its modules' names, "model.layers.3.mlp" say"""
+        """prefix  of its modules' names, "model.layers.3.mlp" for example"""
         self._gate_up = weights.projection(f"{prefix}.{mlp.packed}")
         self._down = weights.projection(f"{prefix}.{mlp.output}")
         self._activation = mlp.activation
@@ -46,7 +46,7 @@ class MixtureOfExperts:
     """The weighted sum of the experts that the router chose for each token, plus sigmoid(gate(x)) * shared(x)."""
 
     def __init__(self, weights: Weights, prefix: str, moe: MoeSpec, spec: ModelSpec) -> None:
-        """prefix  before the names of the layer's modules, "model.layers.3." say"""
+        """prefix  before the names of the layer's modules, "model.layers.3." for example"""
         name = prefix + moe.name
         self._router = weights.unadapted(f"{name}.{moe.router}")
         self._experts = weights.experts(f"{name}.{moe.experts}", moe.num_experts, moe.size, spec.hidden_size)
@@ -84,7 +84,7 @@ FeedForwardLayer = GatedMlp | MixtureOfExperts
 
 
 def build_feed_forward(weights: Weights, prefix: str, layer: MlpSpec | MoeSpec, spec: ModelSpec) -> FeedForwardLayer:
-    """prefix  before the names of the layer's modules, "model.layers.3." say"""
+    """prefix  before the names of the layer's modules, "model.layers.3." for example"""
     if isinstance(layer, MoeSpec):
         return MixtureOfExperts(weights, prefix, layer, spec)
     return GatedMlp(weights, prefix + layer.name, layer)

@@ -21,7 +21,7 @@ class HeadNorm:
         self.own: torch.Tensor | None = None  # of adapters, by line; see `kernels.lora.non_lora`
 
     def bind_rows(self, rows: RowSource) -> None:
-        """Weights that adapters have in the place of its own."""
+        """Bind the weights with which adapters replace its own."""
         if rows.side is not None:
             self.own = rows.side.norms.get(self.name)
 

@@ -46,7 +46,7 @@ class RmsNorm:
         self._ones: torch.Tensor | None = None
 
     def bind_rows(self, rows: RowSource) -> None:
-        """Weights that adapters have in the place of its own."""
+        """Bind the weights with which adapters replace its own."""
         if rows.side is not None and self.name in rows.side.norms:
             self._own, self._ones = rows.side.norms[self.name], torch.ones_like(self.weight)
 
@@ -77,7 +77,7 @@ class Attention:
     """Grouped-query attention over the paged cache."""
 
     def __init__(self, weights: Weights, prefix: str, attention: AttentionSpec, spec: ModelSpec) -> None:
-        """prefix  of its modules' names, "model.layers.3.self_attn" say"""
+        """prefix  of its modules' names, "model.layers.3.self_attn" for example"""
         self._qkv = weights.projection(f"{prefix}.qkv_proj")
         self._out = weights.projection(f"{prefix}.{attention.output}")
         self._spec, self._head_eps = attention, spec.norm_eps
@@ -154,7 +154,7 @@ class ShortConv:
     """Gated short convolution: out_proj(C * conv(B * x)) with B, C, x = in_proj(hidden)."""
 
     def __init__(self, weights: Weights, prefix: str, conv: ShortConvSpec) -> None:
-        """prefix  of its modules' names, "model.layers.3.conv" say"""
+        """prefix  of its modules' names, "model.layers.3.conv" for example"""
         self._in = weights.projection(f"{prefix}.in_proj")
         self._out = weights.projection(f"{prefix}.out_proj")
         self._taps = weights.taps(f"{prefix}.conv")
@@ -199,7 +199,7 @@ class GatedDeltaNet:
     """A convolution over queries, keys and values, the gated delta rule, and a gated norm of each value head."""
 
     def __init__(self, weights: Weights, prefix: str, delta: GatedDeltaSpec, spec: ModelSpec) -> None:
-        """prefix  of its modules' names, "model.layers.3.linear_attn" say"""
+        """prefix  of its modules' names, "model.layers.3.linear_attn" for example"""
         self._in = weights.projection(f"{prefix}.in_proj")
         self._out = weights.projection(f"{prefix}.out_proj")
         self._taps = weights.taps(f"{prefix}.conv1d")

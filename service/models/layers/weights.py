@@ -31,7 +31,7 @@ class Weights:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """spec  says which shape each tensor has; layout  is its own"""
+        """spec  shapes of the tensors; layout  derived from it"""
         self._checkpoint = checkpoint
         self._shapes = spec.tensors(checkpoint)
         self._layout = {projection.name: projection for projection in layout.projections}

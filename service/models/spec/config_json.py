@@ -51,7 +51,7 @@ def completed(config: Config, defaults: Config, *, nullable: tuple[str, ...] = (
 
 
 def check_kinds(config: Config) -> None:
-    """Raises ModelError for a field that is not even of the kind that readers take it for."""
+    """Raises ModelError for a field of another type than its readers expect."""
     kinds = (
         ("an object", _OBJECTS, lambda value: isinstance(value, dict)),
         ("a list", _LISTS, lambda value: isinstance(value, list)),

@@ -58,7 +58,7 @@ class MlpSpec:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeSpec:
     """A mixture of experts: each token has the weighted sum of those few of them that its router chose, and perhaps
-    what an expert of all tokens says, times the sigmoid of a gate.
+    the output of an expert of all tokens, times the sigmoid of a gate.
 
     num_chosen   experts of a token
     size         width of each expert
