@@ -54,8 +54,9 @@ def audit(event: str, **fields: Any) -> None:
 
 
 class RefusalLines:
-    """Who may write how many lines about what was refused: a client can have requests refused as fast as it can send
-    them. The rest are counted, and told of in one line for each client when their minute is over; /metrics counts all.
+    """Limits the log lines about refusals: clients can have requests refused as fast as they can send them. The lines
+    beyond the limit are counted, and one line for each client reports their number when the minute is over; /metrics
+    counts all refusals.
 
     One thread.
 
@@ -90,7 +91,7 @@ class RefusalLines:
                 LOGGER.warning("Lines about refused requests were left out.", extra={"fields": fields})
 
 
-# Of this process; see `configure`.
+# This process's limiter; see `configure`.
 REFUSAL_LINES = RefusalLines(60)
 
 

@@ -1,4 +1,4 @@
-"""What the system lets this process use of the machine: CPUs and memory, within the limits of its control groups.
+"""CPUs and memory that this process may use, within the limits of its control groups.
 
 Imports no torch. Control groups of both versions are read, from the process's own group up to the root that is seen.
 """

@@ -295,7 +295,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
         file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """What is given, then the environment."""
+        """Sources of settings in order: the given values, then the environment."""
         return init_settings, env_settings, _KeyVariables(settings_cls)
 
     @model_validator(mode="after")
@@ -342,7 +342,7 @@ class Settings(BaseSettings):
 
     @property
     def staging_bytes(self) -> int:
-        """What unfinished uploads may hold on the disk."""
+        """Bytes of disk that unfinished uploads may hold together."""
         return 8 * int(self.max_upload_bytes) if self.max_staging_bytes is None else int(self.max_staging_bytes)
 
     @property
@@ -351,7 +351,7 @@ class Settings(BaseSettings):
         return self.adapter_row_bytes != 0
 
     def engine_options(self) -> EngineOptions:
-        """What the engine process is told. SettingsError if the engine's sizes do not fit together."""
+        """Options of the engine process. SettingsError if the engine's sizes do not fit together."""
         try:
             return EngineOptions(
                 model_dir=str(self.model_dir.absolute()),

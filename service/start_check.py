@@ -1,4 +1,4 @@
-"""What is looked at before anything is imported that may not be there."""
+"""Checks before the first import of a package that may be missing."""
 
 from __future__ import annotations
 

@@ -305,12 +305,7 @@ def test_modules_that_texts_name_are_there() -> None:
     assert not missing, missing
 
 
-# Packages whose docstrings have been rewritten; the others follow.
-PLAIN_DOCSTRINGS = (
-    *("adapters", "kernels"),
-    *("service/engine", "service/models", "service/cluster", "service/ray_serve", "service/first_host"),
-    "service/doctor",
-)
+PLAIN_DOCSTRINGS = ("adapters", "kernels", "service")
 _NO_SUBJECT = re.compile(r"(What|Of|Whose|That|Who)\b")
 
 

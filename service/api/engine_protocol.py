@@ -1,4 +1,4 @@
-"""What the API needs of an engine; `service.engine.ipc.client` and `service.cluster.engines` have the real ones."""
+"""The interface of an engine for the API; `service.engine.ipc.client` and `service.cluster.engines` implement it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from service.engine.ipc.messages import EngineStatus, Finished, Ready, Stats, Su
 
 
 class Messages(Protocol):
-    """What an engine says of one request; `service.engine.ipc.token_streams.TokenStream` is the real one."""
+    """The engine's messages about one request; `service.engine.ipc.token_streams.TokenStream` implements it."""
 
     def listen(self, listener: Callable[[], None], begin_anew: Callable[[], bool] | None = None) -> None:
         """Call `listener` whenever there is something to `poll`, now if there is already.
@@ -23,7 +23,7 @@ class Messages(Protocol):
 
 
 class EngineProtocol(Protocol):
-    """What the routers need of the engine client; `service.engine.ipc.client.EngineClient` is the real one."""
+    """The engine client as routers use it; `service.engine.ipc.client.EngineClient` implements it."""
 
     @property
     def state(self) -> str:
@@ -50,10 +50,10 @@ class EngineProtocol(Protocol):
         """How often an engine was started again."""
 
     def replicas(self) -> Mapping[str, EngineStatus]:
-        """Of several engines, each by its name; empty where there is one."""
+        """The state of each of several engines by name; empty for a single one."""
 
     def places_of(self, digest: str) -> Mapping[str, Tier]:
-        """Of several engines, those that hold an adapter."""
+        """The names of the engines that hold an adapter; empty for a single engine."""
 
     def submit(self, request: Submit) -> Messages:
         """Send at once; the messages end with Finished, or EngineDied is raised."""

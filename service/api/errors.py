@@ -1,4 +1,4 @@
-"""What a client can be told is wrong, and the one table from error to HTTP status.
+"""Errors that a client may receive, and the one table from error to HTTP status.
 
 ApiError
 ├── BadRequest          the request itself is wrong
@@ -162,7 +162,7 @@ def shape(message: str, kind: str, param: str | None, code: str | None) -> dict[
 
 
 def quoted(text: str) -> str:
-    """What a client sent, short enough for a sentence: an answer must not grow with the request that it refuses."""
+    """A client's text, cut so that an error message does not grow with the request it refuses."""
     return text if len(text) <= _MAX_QUOTED_CHARS else text[:_MAX_QUOTED_CHARS] + "…"
 
 

@@ -1,4 +1,4 @@
-"""What OpenAPI says beyond the routes' own types: errors, streams, uploads and keys."""
+"""OpenAPI beyond the routes' own types: errors, streams, uploads and keys."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 # A page of 1,000 models has 300 KB: one for each of several tenants, and those that an interface shows.
 MOST_BYTES = 8 << 20
-# Of memory for an adapter's name, digest and facts.
+# Bytes of memory for an adapter's name, digest and facts.
 _BYTES_PER_ADAPTER = 400
 
 
@@ -31,7 +31,7 @@ class WrittenPage(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """That it takes in memory, about."""
+        """Bytes of memory, about."""
         return len(self.text) + _BYTES_PER_ADAPTER * len(self.adapters)
 
 
@@ -46,7 +46,7 @@ class PageCache:
         self._lock = threading.Lock()
 
     def get(self, key: Hashable) -> WrittenPage | None:
-        """What was put there last, current or not."""
+        """The last page put under the key, current or not."""
         with self._lock:
             page = self._pages.get(key)
             if page is not None:

@@ -1,4 +1,4 @@
-"""What the routers share: one object on the application, built by `service.server.app`."""
+"""State that the routers share: one object on the application, built by `service.server.app`."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Services:
     _loop: asyncio.AbstractEventLoop | None = None
     _uploads: UploadSlots = field(init=False)
     _no_uploads: asyncio.Event = field(default_factory=asyncio.Event)
-    # What `on_loop` was asked for before there was a loop.
+    # Calls of `on_loop` before there was a loop.
     _before_loop: list[tuple[Callable[..., None], tuple[Any, ...]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:

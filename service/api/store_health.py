@@ -25,7 +25,7 @@ class StoreHealth:
         self._next: Future[WriteFault | None] | None = None
 
     async def fault(self, look: Callable[[], WriteFault | None]) -> WriteFault | None:
-        """What `look` finds; "unreachable" if that takes too long."""
+        """The fault that `look` returns; "unreachable" if that takes too long."""
         if self._next is None or self._next.running() or self._next.done():
             self._next = self._thread.submit(look)
         answer = asyncio.wrap_future(self._next)

@@ -23,7 +23,7 @@ _USUAL = FairPool(NUM_THREADS, "api")
 
 
 async def in_turn(work: Callable[..., T], *arguments: Any, pool: FairPool = _USUAL, **named: Any) -> T:
-    """What `work` returns or raises, run in a thread when it is the client's turn. The request's context is known there
-    as it is here. Cancelled before its turn, it never runs."""
+    """Run `work` in a thread, clients in turn, and return or raise its result. The thread has the request's context. A
+    call that is cancelled while it waits never runs."""
     here = copy_context()
     return await asyncio.wrap_future(pool.submit(CLIENT.get(), partial(here.run, work, *arguments, **named)))

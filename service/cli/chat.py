@@ -35,7 +35,7 @@ def chat(arguments: argparse.Namespace) -> int:
 
 
 class _Chat:
-    """What has been said, and who is asked next."""
+    """The conversation so far, and the model that answers next."""
 
     def __init__(self, client: httpx.Client, arguments: argparse.Namespace) -> None:
         self._client = client
@@ -133,7 +133,7 @@ class _Chat:
 
 
 def _read_line() -> str | None:
-    """What is typed at the prompt; None at the end of the input. ClientError for what is not UTF-8."""
+    """The line typed at the prompt; None at the end of the input. ClientError for input that is not UTF-8."""
     with utf8("message"):
         try:
             said = input("> ")

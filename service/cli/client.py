@@ -1,4 +1,4 @@
-"""What the commands share: HTTP to a server, with its errors as sentences for the person at the terminal."""
+"""HTTP for the commands, with errors as sentences for the person at the terminal."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def connect(url: str, api_key: str | None) -> httpx.Client:
 
 
 def headers_of(api_key: str | None) -> dict[str, str]:
-    """What shows the key to the server. ClientError, without the key, for one that no header can hold."""
+    """The headers that send the key. ClientError, without the key, for one that no header can hold."""
     if not api_key:
         return {}
     if not api_key.isascii() or not api_key.isprintable():
@@ -129,12 +129,13 @@ def path_of(collection: str, name: str) -> str:
 
 
 def answer_of(response: Response, read: Callable[[Any], Result]) -> Result:
-    """What `read` finds in the JSON of an answer. ClientError for an error, and for the answer of another server."""
+    """The result of `read` on an answer's JSON. ClientError for an error, and for the answer of another kind of
+    server."""
     return _found(checked(response), response.content, read)
 
 
 def pages(client: httpx.Client, path: str, read: Callable[[Any], Result], **query: str | int) -> list[Result]:
-    """What `read` finds in each entry of a listing, of all its pages."""
+    """The results of `read` on each entry of a listing, over all its pages."""
     found: list[Result] = []
     while True:
         response = client.get(path, params={"limit": 1000, **query})
@@ -145,7 +146,8 @@ def pages(client: httpx.Client, path: str, read: Callable[[Any], Result], **quer
 
 
 def event_of(response: httpx.Response, line: str, read: Callable[[Any], Result]) -> Result:
-    """What `read` finds in a line of server-sent events. ClientError for an error event, and for another server's."""
+    """The result of `read` on a line of server-sent events. ClientError for an error event, and for another kind of
+    server."""
 
     def read_event(event: Any) -> Result:
         if "error" in event:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _SHARDS, _INDEX = "adapter_model-*-of-*.safetensors", "adapter_model.safetensors.index.json"
-# What older versions of PEFT wrote: a pickle, whose reading can run code; `weights_only` keeps to tensors.
+# The file of older versions of PEFT: a pickle, whose reading can run code; `weights_only` keeps to tensors.
 _PICKLE = "adapter_model.bin"
 _MLX = "adapters.safetensors"
 _CONVERT = """\
@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 tensors = torch.load(sys.argv[1], map_location="cpu", weights_only=True)
 save_file({name: one.clone().contiguous() for name, one in tensors.items()}, sys.argv[2])
 """
-# What a directory may hold beside them that the server looks at: chat templates, end tokens, tokens that the base has
+# Other files that the server reads: chat templates, end tokens, tokens that the base has
 # not.
 _BESIDE = (
     *("chat_template.jinja", "chat_template.json", "tokenizer_config.json", "special_tokens_map.json"),
@@ -103,7 +103,7 @@ def _sendable(path: Path) -> str:
 
 
 def _bound(report: Any, *, is_new: bool) -> str:
-    """What the server made of an upload, in lines."""
+    """The lines that report an upload."""
     first = (
         f"{report['name']}@{report['version']} {'is there' if is_new else 'was there already'}: rank {report['rank']}, "
         f"{len(report['modules'])} modules, {report['bytes']} bytes, digest {report['digest'][:12]}"

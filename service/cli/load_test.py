@@ -161,7 +161,7 @@ def _num_tokens(event: Any) -> int:
 
 
 def _report(arguments: argparse.Namespace, tallies: dict[str, Tally], seconds: float) -> dict[str, Any]:
-    """What was measured, as plain values for JSON: of each model, and of all requests together."""
+    """The measurements as plain values for JSON: of each model, and of all requests together."""
     whole = Tally()
     for tally in tallies.values():
         whole.timings += tally.timings

@@ -112,7 +112,8 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Of a sub-parser too nothing stays unknown: argparse would show the usage of all commands, not of this one."""
+        """As argparse's, but an unknown argument of a sub-parser is an error with this command's usage, not that of
+        all."""
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")

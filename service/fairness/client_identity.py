@@ -1,4 +1,4 @@
-"""Who pays for what is being done: the one place where requests are told apart for the sake of fairness.
+"""Identity of a request's client: the one place that tells requests apart for fairness.
 
 A tenant, or a key, where keys are set; else where the request comes from, as a trusted proxy says. Behind any other all
 clients are one client.
@@ -19,8 +19,8 @@ def client_of(name: str, address: str) -> str:
 
 
 def network_of(address: str) -> str:
-    """What one client has: an address, of IPv6 a /64. IPv4 in IPv6's spelling (::ffff:192.0.2.1), as proxies write it
-    that listen to both, is IPv4."""
+    """The network of one client: an address, of IPv6 a /64. IPv4 in IPv6's spelling (::ffff:192.0.2.1), which proxies
+    write that listen to both, is IPv4."""
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:  # a socket of the file system

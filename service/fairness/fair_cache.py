@@ -12,7 +12,7 @@ V = TypeVar("V")
 
 
 class _Kept(NamedTuple, Generic[V]):
-    """What is kept, how large it is, and a number that rises with each use of anything."""
+    """A cached value, its size, and a number that rises with each use of any."""
 
     value: V
     size: int
@@ -33,7 +33,7 @@ class FairCache(Generic[K, V]):
         self._sizes: Counter[str] = Counter()  # of the same
 
     def get(self, key: K) -> V | None:
-        """What was put there, if it is kept."""
+        """The cached value, None if it is not cached."""
         with self._lock:
             owner = self._owners.get(key)
             if owner is None:
@@ -65,7 +65,7 @@ class FairCache(Generic[K, V]):
         return next(iter(oldest))
 
     def _remove(self, key: K) -> str | None:
-        """Whose it was."""
+        """Remove an entry and return its client."""
         owner = self._owners.pop(key, None)
         if owner is not None:
             self._sizes[owner] -= self._kept[owner].pop(key).size

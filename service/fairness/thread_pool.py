@@ -60,8 +60,8 @@ class FairPool:
             self._threads.submit(self._run)
 
     def _run(self) -> None:
-        """What is ready. Not given as arguments: an error's traceback leads here and to who called, and with them it
-        would go round in a circle, which holds all that the work had until Python's collector comes by."""
+        """Run the ready work. It is no argument: an error's traceback leads here and to the caller, and arguments would
+        close a reference cycle that holds everything the work had until Python's collector runs."""
         owner, future, work = self._ready.popleft()
         try:
             if future.set_running_or_notify_cancel():

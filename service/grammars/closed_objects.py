@@ -20,7 +20,8 @@ _INNER_OBJECTS = ("properties", "patternProperties", *DEFINITIONS)
 _ALTERNATIVES = ("anyOf", "oneOf")
 _SAME_VALUE = ("allOf", *_ALTERNATIVES)
 _NAMING = ("properties", "patternProperties")
-# Who says how many there are has thought of others too; and the library cannot count those that may be left out.
+# A schema that bounds the number of properties expects others too; and the library cannot count those that
+# may be left out.
 _SAYING = ("additionalProperties", "unevaluatedProperties", "minProperties", "maxProperties")
 
 

@@ -1,4 +1,4 @@
-"""What an answer may be constrained to, bounded before anybody looks at it, and its grammar in llguidance's terms.
+"""Constraints on an answer, bounded before anybody parses them, and their grammars in llguidance's terms.
 
 Nothing here imports llguidance: bounding is for the API process, `grammar_of` for the process that may die of it.
 """
@@ -17,7 +17,7 @@ from service.grammars.references import endless_reference, objects_of
 
 Kind = Literal["json_schema", "regex", "choice", "lark", "grammar", "structural_tag"]
 
-# Of one constraint. The schemas of large APIs have 150 KB.
+# Bytes of one constraint. The schemas of large APIs have 150 KB.
 MAX_CONSTRAINT_BYTES = 1 << 18
 MAX_SCHEMA_DEPTH = 200
 MAX_SCHEMA_VALUES = 1 << 15
@@ -35,12 +35,12 @@ _ASCII_CLASSES = "dw"
 
 
 class ConstraintError(ValueError):
-    """What was asked for is no constraint, or is too large for one; the message is a sentence's second half."""
+    """The constraint is invalid or too large; the message is a sentence's second half."""
 
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What an answer must be.
+    """A constraint on the answer's text.
 
     kind        of `text`: a JSON schema; a regular expression that the whole answer matches; a JSON list of texts, of
                 which it is one; a grammar of llguidance's Lark; a grammar of Lark or of GBNF; a structural tag as JSON
@@ -214,7 +214,7 @@ def from_gbnf(text: str) -> str:
 
 
 def _parsed(given: Any) -> Any:
-    """What a text is as JSON; anything else as it is."""
+    """The JSON value of a text; anything else unchanged."""
     if not isinstance(given, str):
         return given
     _bound_bytes(given)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-# What each takes at least, with the separator behind it: `1, `, `1.5, `, `"": `, and a list the brackets alone, since
+# Least characters of each, with the separator behind it: `1, `, `1.5, `, `"": `, and a list the brackets alone, since
 # its last item has no separator.
 _LEAST_CHARS, _LEAST_FLOAT_CHARS, _QUOTES_CHARS, _BRACKETS_CHARS = 3, 5, 4, 2
 # A decimal digit has 3.3 bits.

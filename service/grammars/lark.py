@@ -59,7 +59,7 @@ class Lark:
         return f"({call}){'*' if is_several else '?'} {rest}"
 
     def thought(self, *, is_thinking: bool) -> str:
-        """What the model thinks before anything else, to the end of the line breaks behind it."""
+        """The rule of the model's thoughts before the answer, up to the line breaks behind them."""
         rest = rf"{self.up_to(_END_OF_THOUGHT)} /\n{{0,2}}/"
         begun = rest if is_thinking else f"{self.text(_THINK)} {rest}"
         return self.rule(begun) if is_thinking else f"({self.rule(begun)})?"

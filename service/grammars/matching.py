@@ -66,7 +66,7 @@ class TokenTable:
 
     @classmethod
     def load(cls, model_dir: Path) -> TokenTable:
-        """Of a model directory. GrammarError if it has no tokenizer, or one that cannot be used."""
+        """Load the table of a model directory. GrammarError if its tokenizer is missing or cannot be used."""
         try:
             tokenizer = TextTokenizer.load(model_dir)
         except TextError as error:
@@ -87,7 +87,7 @@ def compile_grammar(table: TokenTable, grammar: str) -> llguidance.LLMatcher:
 
 
 def error_of(matcher: llguidance.LLMatcher) -> str:
-    """What is wrong with a matcher that cannot go on, in one line; empty for one that can."""
+    """The error of a matcher that cannot go on, in one line; empty for one that can."""
     if _ITEMS_ERROR.search(matcher.get_error()):
         return TOO_AMBIGUOUS
     # Without the line of the grammar, which its sender has, and without the names that special tokens have here.
@@ -115,6 +115,6 @@ def _without_special_text(tokenizer: TextTokenizer) -> str:
     vocabulary = parts["model"].get("vocab")
     if isinstance(vocabulary, dict):
         parts["model"]["vocab"] = {hidden.get(text, text): token_id for text, token_id in vocabulary.items()}
-    # What goes around a text or becomes of it names tokens by their texts, and is not asked for here.
+    # The post-processor names tokens by their texts, and is not needed here.
     parts["post_processor"] = None
     return json.dumps(parts)

@@ -58,7 +58,7 @@ class _Lark:
         self._special_ids = special_ids
 
     def format(self, given: Any, depth: int, end: str | None = None) -> str:
-        """What stands for a format in a rule; where `end` follows, it is part of it."""
+        """The expression of a format in a rule, which includes `end` where that follows."""
         if depth > _MAX_DEPTH:
             raise ConstraintError(f"is nested more than {_MAX_DEPTH} levels deep")
         kind = _of(given, "type", str)
@@ -168,7 +168,7 @@ class _Lark:
         return several if one.get("at_least_one") else self._rule(f"({several})?")
 
 
-# What each format may hold beside its type.
+# Fields of each format beside its type.
 _FIELDS = {
     "const_string": ("value",),
     "json_schema": ("json_schema",),

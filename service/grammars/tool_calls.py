@@ -17,7 +17,7 @@ from service.grammars.references import DEFINITIONS, refers_to_definitions_alone
 from service.text.calls.value_kinds import Kinds
 
 _PYTHON_NAME = re.compile(r"[^\W\d][\w-]*")
-# What a schema may hold that says all of its object by naming the properties.
+# Keys of a schema that describes its object by its properties alone.
 _PLAIN = frozenset(
     {
         "type",
@@ -32,7 +32,7 @@ _PLAIN = frozenset(
     }
 )
 
-# What a schema of texts may hold where a text is written as it is, without quotes.
+# Keys of a schema of texts that are written without quotes.
 _OF_TEXTS = frozenset(
     {"type", "enum", "const", "minLength", "maxLength", "title", "description", "default", "examples"}
 )
@@ -41,7 +41,7 @@ _END_OF_VALUE = rf'"\n{_END_OF_PARAMETER}"'
 
 _TAG = "<|python_tag|>"
 _BLANKS, _FEW_BLANKS = r"[ \t\r\n]*", r"[ \t\r\n]{0,16}"
-# What stands before the arguments, as models write it and `service.text.calls.llama3` reads it.
+# The text before the arguments, as models write it and `service.text.calls.llama3` reads it.
 _LLAMA3_HEAD = r'\{ ?("type" ?: ?"function" ?, ?)?"name" ?: ?"NAME" ?, ?"(parameters|arguments)" ?:'.replace(
     " ?", _FEW_BLANKS
 )
@@ -93,7 +93,7 @@ def lark_of_thoughts(special_ids: Mapping[str, int], *, is_thinking: bool) -> st
     return "\n".join([f"start: {lark.thought(is_thinking=is_thinking)} answer", *lark.rules])
 
 
-# What calls begin with, and what follows it: a format's own function.
+# A format's own function, which returns the beginning of calls and the rest of them.
 _Form = Callable[[Lark, Sequence[ToolSchema], bool], tuple[str, str]]
 
 

@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 MAX_SECONDS = 1.0
 MAX_NEW_BYTES = 512 << 20
-# Of the child, and of the engine's thread that compiles: what passes the one does not overflow the other.
+# Stack of the child, and of the engine's thread that compiles: a grammar that passes one does not overflow the other.
 _STACK_BYTES = 4 << 20
 ENGINE_STACK_BYTES = 4 * _STACK_BYTES
 _MAX_KNOWN_BYTES = 16 << 20
 _ENTRY_BYTES = 512  # what each takes beside its text
-# What a grammar is made with, when it is needed; a confined process finds no modules.
+# Modules that compile a grammar, imported when needed; a confined process finds no modules.
 _LAZY_MODULES = ("llguidance.gbnf_to_lark", "service.grammars.matching", "service.grammars.structural_tags")
 
 
@@ -91,7 +91,7 @@ class GrammarTrial(BoundedChild):
 
 
 def _answer(table: TokenTable | str, line: bytes) -> dict[str, str]:
-    """What the parent gets. `table`: or why there is none."""
+    """The answer to the parent. `table`: or the reason why there is none."""
     if isinstance(table, str):
         return {"error": f"is not available with this model: {table}"}
     try:

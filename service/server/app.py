@@ -68,7 +68,7 @@ ROUTERS = (
     health.router,
 )
 
-# Of paths that take a name and little else.
+# Largest body of paths that accept little but a name.
 _SMALL_BODY_BYTES = 1 << 16
 
 
@@ -151,7 +151,7 @@ def _build_services(settings: Settings, engine: EngineClient | Engines) -> Servi
 
 
 def _tenants(settings: Settings) -> Tenants:
-    """Who may ask. StartError if the keys file cannot be used."""
+    """The tenants and keys of the settings. StartError if the keys file cannot be used."""
     try:
         return Tenants(
             [key.get_secret_value() for key in settings.api_keys],
@@ -220,7 +220,7 @@ def _open_store(services: Services) -> AdapterStore:
 
 
 def _shadowed(settings: Settings) -> str:
-    """What to do about an adapter that was named before the base got the same name: requests could not reach it."""
+    """Advice for an adapter whose name became the base's: requests could not reach it."""
     name = settings.base_name
     return (
         f"The store {settings.store_root} holds an adapter named {name!r}, which is also the base model's name; start "
@@ -266,7 +266,7 @@ def _count(metrics: Metrics, number: int, client: EngineLink) -> None:
 
 
 async def finish_start(services: Services, engine: EngineClient | Engines) -> None:
-    """What is left to do once the engine knows its sizes; `/ready` waits for it."""
+    """The start's last steps, once the engine knows its sizes; `/ready` waits for them."""
     try:
         ready = await engine.wait_ready()
     except EngineDied as error:
@@ -286,7 +286,7 @@ async def finish_start(services: Services, engine: EngineClient | Engines) -> No
             )
             services.metrics.by_adapter.max_adapters = max(services.store.row_plan.rows.values()) // RANK_OF_MOST
             await asyncio.to_thread(preload, services)
-            # Of an upload's values; its parts written in C are loaded with Python's lock.
+            # numpy reads an upload's values; its parts written in C are loaded with Python's lock.
             await asyncio.to_thread(importlib.import_module, "numpy")
         # Starlette's streams import what they need of this kind of event loop at their first use: 8 ms on the loop.
         await run_in_threadpool(lambda: None)

@@ -1,4 +1,4 @@
-"""What keeps a process quick and small that has the application: `multilora serve`, or a worker of Ray's."""
+"""Tunes the application's process (`multilora serve`, or a worker of Ray's) for latency and memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from service.models.heap import give_back_freed_memory, trim_heap
 # How long a thread that computes may keep Python's lock when the event loop wants it. A small request asks for it
 # several times, so that with Python's 5 ms one busy thread makes it wait for tens of milliseconds.
 _SWITCH_SECONDS = 0.0005
-# Of an integer in text, the fewest that Python takes for a bound: the time for one grows with their square, so that a
+# The lowest bound on an integer's digits that Python accepts: the time for one grows with their square, so that a
 # body of the 4,300 digits that it allows takes seven times as long to read or write.
 _MAX_DIGITS = sys.int_info.str_digits_check_threshold
 _TELL_SECONDS = 1.0
@@ -30,8 +30,9 @@ def prepare() -> None:
 
 
 def freeze() -> None:
-    """What lives now lives on: the garbage collector's walk through it would hold everybody up for 50 ms now and then.
-    Not before all is there: in 10,000 uploads it walked for 17 ms through what had come after the application."""
+    """Exempt all living objects from the garbage collector, whose walk through them would stop everybody for 50 ms now
+    and then. Call it once everything is loaded: in 10,000 uploads it walked for 17 ms through objects that had come
+    after the application."""
     gc.collect()
     gc.freeze()
 

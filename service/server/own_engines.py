@@ -10,7 +10,7 @@ from service.engine.ipc.client import EngineClient
 from service.machine import may_find_accelerator, num_usable_cpus
 from service.settings import Settings
 
-# What has taken an engine's device or memory may give it back, and nobody starts a server anew whose others serve.
+# Another process may free an engine's device or memory, and nobody restarts a server whose other engines serve.
 _REST_SECONDS = 60.0
 
 

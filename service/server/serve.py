@@ -41,7 +41,7 @@ _SEND_BUFFER_BYTES = 1 << 18
 # New connections that wait in the kernel, and how many of them are accepted in one pass of the event loop: each costs
 # 0.2 ms, and what somebody else's request needs several passes for waits for so many in each.
 _BACKLOG, _ACCEPTED_PER_PASS = 2048, 4
-# Of uvicorn's ticks, ten a second, those in which connections are looked at.
+# uvicorn ticks ten times a second; connections are checked in each of so many.
 _TICKS_PER_LOOK = 10
 
 

@@ -24,7 +24,7 @@ from service.tenants.keys_file import (
     read_keys,
 )
 
-# What scanners of leaked secrets can look for.
+# Prefix that scanners of leaked secrets can look for.
 _KEY_PREFIX = "ml_"
 _KEY_BYTES = 32
 _HEADER = re.compile(r"\s*\[")

@@ -22,7 +22,7 @@ SCOPES: tuple[Scope, ...] = get_args(Scope)
 TENANT = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 # Thousands of tenants. The more keys there are, the longer each check takes.
 MAX_FILE_BYTES = 1 << 20
-# Of a key's hash, hexadecimal digits that name the key to people.
+# Hexadecimal digits of a key's hash that identify the key to people.
 _ID_DIGITS = 12
 
 
@@ -37,7 +37,7 @@ class _Table(BaseModel):
 
 
 class Limits(_Table):
-    """What a tenant may have; None is no limit."""
+    """A tenant's limits; None is no limit."""
 
     weight: float = Field(default=1.0, ge=MIN_WEIGHT, le=MAX_WEIGHT)
     requests_in_flight: int | None = Field(default=None, ge=1)
@@ -87,7 +87,7 @@ class KeysFile(_Table):
 
 
 def parse_keys(text: str) -> KeysFile:
-    """What the text of a keys file says. KeysFileError with the place of the first fault."""
+    """Parse the text of a keys file. KeysFileError names the line of the first fault."""
     try:
         return KeysFile.model_validate(tomllib.loads(text))
     except ValidationError as error:
@@ -117,7 +117,7 @@ def read_keys(path: Path) -> KeysFile:
 
 
 def hash_of(key: str) -> bytes:
-    """What is kept of a key. Good enough for keys of 256 random bits, which nobody can search; not for words."""
+    """The stored hash of a key. Good enough for keys of 256 random bits, which nobody can search; not for words."""
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 

@@ -1,4 +1,4 @@
-"""What a tenant has taken of what it may have. One thread, the event loop's: what is asked and taken is one step.
+"""A tenant's use of its limits. For one thread, the event loop's: a check and its charge are one step.
 
 What it has taken on other servers (`service.tenants.usage`) counts as it was when they were heard last.
 """
@@ -32,14 +32,14 @@ class LimitReached(Exception):
 
 @dataclass
 class Charge:
-    """What was taken in one second of the clock, by one or several; `amount` falls when some is given back."""
+    """An amount charged within one second of the clock, by one or several; it falls when some is refunded."""
 
     second: int
     amount: int
 
 
 class Minute:
-    """What was taken in the last 60 seconds, wherever they begin.
+    """Amounts charged in the last 60 seconds, a sliding window.
 
     Amounts count by whole seconds of the clock, and so for up to a second longer than 60.
 
@@ -55,12 +55,12 @@ class Minute:
 
     @property
     def used(self) -> int:
-        """What counts now."""
+        """The amount that counts now."""
         self._forget()
         return self._used + sum(charge.amount for charge in self._elsewhere)
 
     def taken(self) -> Taken:
-        """What was taken here and counts now, with its age."""
+        """The amounts charged here that count now, each with its age in seconds."""
         self._forget()
         now_seconds = self._clock()
         return tuple((now_seconds - charge.second, charge.amount) for charge in self._charges if charge.amount)
@@ -168,11 +168,11 @@ class Tenant:
         self._uploads.take(1)
 
     def usage(self) -> TenantUsage:
-        """What it has taken here."""
+        """The tenant's use on this server."""
         return TenantUsage(self.num_in_flight, self._tokens.taken(), self._uploads.taken())
 
     def learn(self, elsewhere: TenantUsage) -> None:
-        """What it has taken on other servers, all in all."""
+        """Set the tenant's use on all other servers together."""
         self._num_elsewhere = elsewhere.num_in_flight
         self._tokens.learn(elsewhere.tokens)
         self._uploads.learn(elsewhere.uploads)

@@ -21,14 +21,14 @@ from service.tenants.usage import EXCHANGE_SECONDS, Exchange, TenantUsage
 SETTLE_SECONDS = 0.05
 _SETTLE_LIMIT_SECONDS = 0.5
 
-# Whose everything is without a keys file, and with one the keys of the settings.
+# Tenant that owns everything without a keys file; with one, it has the keys of the settings.
 DEFAULT = "default"
 
 
 @dataclass(frozen=True)
 class Caller:
-    """Who sent a request, and what the key is for. `key_id` is how lists and logs call the key; "" where no key was
-    asked for."""
+    """The request's sender and its key's scopes. `key_id` identifies the key in lists and logs; "" where no key was
+    needed."""
 
     tenant: Tenant
     scopes: frozenset[Scope]
@@ -95,7 +95,7 @@ class Tenants:
         self._signature: tuple[int, ...] | None = None
         self._read_as: tuple[int, ...] = ()  # the file that was read last
         self._reading: asyncio.Task[None] | None = None
-        # Of its own: all others may be busy for clients. It starts with the first change.
+        # A thread of its own: all others may be busy for clients. It starts with the first change.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="keys-file")
         file = KeysFile()
         if keys_file is not None:
@@ -120,7 +120,7 @@ class Tenants:
         return self._tenants[DEFAULT]
 
     def limits_of(self, name: str) -> Limits | None:
-        """What the tenant of this name may have, None if there is none."""
+        """The limits of the tenant of this name, None if there is none."""
         tenant = self._tenants.get(name)
         return None if tenant is None else tenant.limits
 
@@ -130,7 +130,7 @@ class Tenants:
         return Caller(self.default, frozenset(SCOPES))
 
     def caller(self, key: str) -> Caller | None:
-        """Who has this key, None if nobody, as of the last `refresh`.
+        """The caller with this key, None if there is none, as of the last `refresh`.
 
         However many keys there are, one look-up by the key's hash: where it leads follows from a secret of the process
         that Python mixes into it, so that its time tells nothing of a key that is nearly one. What it finds is compared
@@ -151,16 +151,16 @@ class Tenants:
         if self._path is None or _signature(self._path) == self._signature:
             return
         await asyncio.shield(self._read_soon())
-        # That one may have begun before the change. The next has not.
+        # The running read may have begun before the change. The next has not.
         if _signature(self._path) != self._signature:
             await asyncio.shield(self._read_soon())
 
     def usage(self) -> dict[str, TenantUsage]:
-        """What tenants have taken here, of those that have taken anything."""
+        """The use on this server, for tenants that have any."""
         return {name: usage for name, one in self._tenants.items() if (usage := one.usage()) != TenantUsage()}
 
     def learn(self, elsewhere: Mapping[str, TenantUsage]) -> None:
-        """What they have taken on other servers."""
+        """Set the tenants' use on other servers."""
         for name, one in self._tenants.items():
             one.learn(elsewhere.get(name, TenantUsage()))
 
@@ -176,7 +176,7 @@ class Tenants:
         return self._reading
 
     async def _read(self) -> None:
-        """What cannot be used is logged, once, and changes nothing."""
+        """Read the file again. A file that cannot be used is logged once and changes nothing."""
         assert self._path is not None, "keys without a file do not change"
         signature, before, loop = await self._settled(self._path), self._file, asyncio.get_running_loop()
         try:
@@ -202,7 +202,7 @@ class Tenants:
         return signature
 
     def _read_other(self, path: Path, before: KeysFile) -> tuple[KeysFile, _KnownByDigest]:
-        """What the file says, and all keys of then. KeysFileError. Any thread."""
+        """Read a changed file, and the keys as of then. KeysFileError. Any thread."""
         file = read_keys(path)
         if file == KeysFile() != before:  # as it is for a moment when it is written in place
             raise KeysFileError(f"The keys file {path} is empty; to revoke all keys, leave a tenant's table.")

@@ -1,4 +1,4 @@
-"""What tenants have taken on the servers of one store, so that their limits count over all of them.
+"""Shares tenants' use between the servers of one store, so that their limits count over all of them.
 
 Each server writes what its tenants have taken into a file of its own, twice a second, and reads those of the others.
 Nobody asks anybody before a request is admitted, so what others have admitted within about a second is not known: by
@@ -25,7 +25,7 @@ Taken = tuple[tuple[float, int], ...]
 
 
 class TenantUsage(msgspec.Struct, frozen=True):
-    """Of one tenant: sequences in flight, and tokens and uploads of the last minute."""
+    """One tenant's use: sequences in flight, and tokens and uploads of the last minute."""
 
     num_in_flight: int = 0
     tokens: Taken = ()

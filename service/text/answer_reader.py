@@ -1,4 +1,4 @@
-"""What an answer's text is: thoughts, words, and calls of tools; whole or as it comes."""
+"""Splits an answer's text into thoughts, words and tool calls, whole or while it streams."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class AnswerReader:
         return [*([Thought(thought)] if thought else []), *self._words(words)]
 
     def finish(self, *, is_cut: bool = False) -> list[Said]:
-        """What was kept back, once no more can come. `is_cut`: though the model had not ended."""
+        """The withheld rest, once the text has ended. `is_cut`: it ended before the model had."""
         thought, words = self._thoughts.finish() if self._thoughts is not None else ("", "")
         said = [*([Thought(thought)] if thought else []), *self._words(words)]
         if self._calls is None:
@@ -117,7 +117,7 @@ class _Thoughts:
         self.span: tuple[int, int | None] = (0, None)  # see `AnswerReader.thought_chars`
 
     def push(self, text: str) -> tuple[str, str]:
-        """What became certain."""
+        """The parts that are certain now."""
         self._held += text
         self._num_chars += len(text)
         thought = words = ""
@@ -130,7 +130,7 @@ class _Thoughts:
         return thought, words
 
     def finish(self) -> tuple[str, str]:
-        """What was kept back."""
+        """The withheld rest."""
         held, self._held = self._with_blanks(self._held), ""
         if self._state == "thought" or (self._state == "start" and self._is_thinking):
             return self._given(held).strip("\n"), ""
@@ -179,7 +179,7 @@ class _Thoughts:
         return text
 
 
-# What `str.strip` takes away; all of them are below that.
+# Characters that `str.strip` removes; all of them are below that.
 _BLANKS = "".join(filter(str.isspace, map(chr, range(0x3001))))
 
 
@@ -195,11 +195,11 @@ class _Calls:
         self._blanks: list[str] = []
 
     def push(self, text: str) -> list[Found]:
-        """What became certain."""
+        """The parts that are certain now."""
         return self._trimmed(self._parser.push(text))
 
     def finish(self, *, is_cut: bool) -> list[Found]:
-        """What was kept back. Blanks at the end of words are part of them."""
+        """The withheld rest. Blanks at the end of words are part of them."""
         kept = self._parser.finish(is_cut=is_cut)
         if is_cut and kept and isinstance(kept[0], str):
             self.is_begun = self._must_call or self._is_after_call or kept[0].startswith(self._marks)

@@ -20,7 +20,7 @@ from service.text.generic_tools import written_into_texts
 from service.text.template_sandbox import TemplateError, template_environment
 from service.text.tokenizer import TextError, read_json
 
-# What `render` gives to a template; a request's own variables may not take these names.
+# Names that `render` passes to a template; a request's own variables may not take these names.
 RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 _MAX_TEMPLATE_BYTES = 1 << 20
 # The name of the template for chats with tools, where a model has one.

@@ -26,7 +26,7 @@ class Detokenizer(Protocol):
         ...
 
     def finish(self) -> str:
-        """What was kept back; incomplete characters come out as U+FFFD."""
+        """The withheld text; incomplete characters come out as U+FFFD."""
         ...
 
 
@@ -59,7 +59,7 @@ class BytesDetokenizer:
         self._is_between_characters = True
         for token_id in prompt_token_ids[-_CONTEXT_TOKENS - _MAX_CHARACTER_TAIL_TOKENS :]:
             self.push(token_id)
-        # What is shown for the first bytes of a character: one U+FFFD, or one for each that can never begin one.
+        # Text shown for the first bytes of a character: one U+FFFD, or one for each that can never begin one.
         self._begun = self._decoder.getstate()[0].decode("utf-8", "replace")
 
     _begun = ""
@@ -103,7 +103,7 @@ class WindowDetokenizer:
         # The first bytes of a character whose other bytes are to come count as new: the character is the answer's.
         self._num_context, num_chars_behind = self._whole_characters()
         self._num_given = len(self._decode(self._num_context)) + num_chars_behind
-        # What the decoder shows for these bytes; of the answer only if it makes a character of them.
+        # Length of the text for these bytes, which is the answer's only if it makes a character of them.
         self._num_unfinished = len(self._decode()) - self._num_given
 
     def push(self, token_id: int) -> str:

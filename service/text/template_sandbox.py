@@ -20,7 +20,7 @@ from service.text.template_values import HidingEnvironment, unwrapped
 _MAX_REPEATED_ITEMS = 1_000_000
 _MAX_REPLACED_ITEMS = 1 << 30
 _WIDE_FORMAT = re.compile(r"\d{5,}|\*")
-# Of the colons before a brace the last: from each of them to the brace would be quadratic.
+# Only the last colon before a brace counts: from each of them to the brace would be quadratic.
 _WIDE_FIELD = re.compile(r"\d{5,}|:[^{}:]*\{")
 _PADDING_METHODS = frozenset({"ljust", "rjust", "center", "zfill", "expandtabs"})
 
@@ -137,7 +137,7 @@ def _strftime_now(pattern: str) -> str:
 
 
 def template_environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """What templates are compiled in, with the filters and functions that transformers gives them."""
+    """The environment for compiling templates, with the filters and functions that transformers provides."""
     environment = _Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
     )

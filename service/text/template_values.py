@@ -1,4 +1,4 @@
-"""What a chat template may hold but not read: Python's own objects, whose texts tell where in memory they lie.
+"""Hides Python's own objects from chat templates: their texts would show memory addresses.
 
 A template gets plain data, and besides it methods, functions and iterators. Those are wrapped the moment it gets them,
 so that their text is the name of their type, however it is asked for: printed, joined, formatted or put into an error.
@@ -61,7 +61,7 @@ def hidden(value: Any) -> Any:
 
 
 def unwrapped(value: Any) -> Any:
-    """What `hidden` was given."""
+    """The value that `hidden` wrapped."""
     return value._value if isinstance(value, Opaque) else value
 
 
@@ -79,13 +79,13 @@ class HidingEnvironment(ImmutableSandboxedEnvironment):
         return hidden(super().call(context, unwrapped(obj), *args, **kwargs))
 
     def hide_names(self) -> None:
-        """Of filters the results, of globals what they are."""
+        """Hide the results of filters, and the globals themselves."""
         self.filters = {name: _hiding(call) for name, call in self.filters.items()}
         self.globals = {name: hidden(value) for name, value in self.globals.items()}
 
 
 def _hiding(call: Callable[..., Any]) -> Callable[..., Any]:
-    # What jinja2 has written on the filter (what it passes to it) is copied as well.
+    # jinja2's marks on the filter (its extra arguments) are copied as well.
     @functools.wraps(call)
     def filtered(*args: Any, **kwargs: Any) -> Any:
         return hidden(call(*args, **kwargs))

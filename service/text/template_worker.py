@@ -41,7 +41,7 @@ MAX_ERROR_CHARS = 1000
 _MAX_COMPILED = 16
 NUM_WORKERS = 2
 _PROBE = [{"role": "user", "content": "probe of the cost"}]
-# What jinja2 and Python import only when a template needs it; a confined process finds no modules.
+# Modules that jinja2 and Python import only when a template needs them; a confined process finds no modules.
 _LAZY_MODULES = ("html", "jinja2.debug", "linecache", "pprint", "random", "textwrap", "tracemalloc")
 _LAZY_CODECS = (
     "ascii",
@@ -125,7 +125,7 @@ class TemplateWorkers:
 
 
 class Renderer(Protocol):
-    """What an `AdapterTemplate` needs: a worker, or several."""
+    """Renders the jobs of an `AdapterTemplate`: one worker, or several."""
 
     def render(self, job: Mapping[str, Any]) -> str:
         """As `TemplateWorker.render`."""
@@ -195,7 +195,7 @@ def _compiled(source: str, special_tokens: tuple[tuple[str, str], ...]) -> ChatT
 
 
 def _answer(line: bytes) -> dict[str, str]:
-    """What the parent gets. MemoryError ends the child, since nobody knows what is left of it."""
+    """The answer to the parent. MemoryError ends the child, since its state is unknown afterwards."""
     job = json.loads(line)
     try:
         template = _compiled(job["source"], tuple(job["special_tokens"].items()))

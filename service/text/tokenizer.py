@@ -181,8 +181,8 @@ class TextTokenizer:
 
 
 class _Joined(dict[int, str | bytes]):
-    """What a token adds to a text, special or not, where `joins_bytes`: characters, or bytes of which some are only
-    part of one. A token that was met before is found without a call."""
+    """Token id to the part of the text that it adds, special or not, where `joins_bytes`: characters, or bytes of which
+    some are only part of one. A token that was met before is found without a call."""
 
     def __init__(self, tokenizer: TextTokenizer) -> None:
         super().__init__()

@@ -23,7 +23,8 @@ _READING = ("GET", "OPTIONS")  # a HEAD comes as a GET here, see `service.api.en
 
 
 class Route(NamedTuple):
-    """What requests need. `path` with a / at the end is all below it that ends in `end`; `methods` empty are all."""
+    """One row of the table: what key a request to `path` needs. A `path` with a / at the end stands for all paths below
+    it that end in `end`; empty `methods` stand for all methods."""
 
     path: str
     need: Need
@@ -83,7 +84,7 @@ def route_of(method: str, path: str) -> Route | None:
 
 
 class Access:
-    """Who may ask for what.
+    """Checks each request's key against the route's need.
 
     open_paths  of the settings
     """
@@ -98,7 +99,7 @@ class Access:
         return self._tenants.has_file
 
     def need(self, method: str, path: str) -> Need:
-        """What a request needs where keys are set."""
+        """The key that a request needs where keys are set."""
         route = route_of(method, path)
         if route is None:
             return "any"
@@ -109,7 +110,7 @@ class Access:
         return route.need
 
     def client_name(self, caller: Caller | None) -> str:
-        """Who pays for a request: the tenant where there may be several, else the key; "" where nobody needs one."""
+        """Name of the client: the tenant where there may be several, else the key; "" where no key is needed."""
         if caller is None or not self._tenants.need_keys:
             return ""
         return caller.tenant.name if self.has_tenants else caller.key_id
@@ -120,8 +121,8 @@ class Access:
             await self._tenants.refresh()
 
     def check(self, method: str, path: str, headers: Headers) -> Caller | None:
-        """Who asks; None where nobody needs to know. Unauthorized without a known key, Forbidden if it has not the
-        scope."""
+        """The caller; None where the route needs no key. Unauthorized without a known key, Forbidden if the key lacks
+        the scope."""
         if not self._tenants.need_keys:
             return self._tenants.anybody()
         need = self.need(method, path)
@@ -137,8 +138,8 @@ class Access:
 
 
 async def check_again(request: Request, scope: Scope) -> None:
-    """What took long is about to count. Unauthorized if the request's key has been revoked meanwhile, or is another
-    tenant's, or has lost the scope."""
+    """Check the key once more before a long operation takes effect. Unauthorized if the request's key has meanwhile
+    been revoked, moved to another tenant, or lost the scope."""
     tenants, before = services_of(request).tenants, caller_of(request)
     if not tenants.need_keys:
         return
@@ -166,7 +167,7 @@ def _key_in(headers: Headers) -> str:
 
 
 def caller_of(request: Request) -> Caller:
-    """Who sent the request. Not for routes that are open."""
+    """The request's sender. Not for routes that are open."""
     caller = request.scope["multilora.caller"]
     assert isinstance(caller, Caller), "an open route asks who calls"
     return caller

@@ -57,7 +57,7 @@ class Namespace:
     # ---- names
 
     def full_name(self, name: str) -> str:
-        """What the store calls what the caller calls `name`; of a version too."""
+        """The store's name for the caller's `name`; also for a version (`name@number`)."""
         prefix, slash, rest = name.partition("/")
         if not slash or not prefix:
             return join(self._owner, name)
@@ -67,16 +67,16 @@ class Namespace:
         return name if self._record(own) is None else own
 
     def shown_name(self, full_name: str) -> str:
-        """What the caller calls what the store calls `full_name`."""
+        """The caller's name for the store's `full_name`."""
         owner, name = separate(full_name)
         return name if owner == self._owner else f"{owner or DEFAULT}/{name}"
 
     def shown_owner(self, owner: str) -> str:
-        """The tenant that an owner of the store is; "" where there are no tenants."""
+        """The tenant for an owner of the store; "" where there are no tenants."""
         return owner or (DEFAULT if self._tenants.has_file else "")
 
     def owner_of(self, tenant: str) -> str:
-        """What the store calls the owner that a tenant is."""
+        """The store's owner for a tenant."""
         return _owner_of(tenant)
 
     # ---- what may be seen

@@ -25,8 +25,8 @@ CONDITION_HEADERS: list[dict[str, Any]] = [
 
 
 def condition_of(request: Request) -> Condition:
-    """What the headers ask of a name; `move`, that is nothing, where neither is sent. BadRequest for what is not
-    served."""
+    """The condition that the headers set on a name; `move`, which allows every change, where neither is sent.
+    BadRequest for an unsupported form."""
     match, none_match = _tags(request, "if-match"), _tags(request, "if-none-match")
     if none_match is None:
         return move if match is None else if_match(match)

@@ -158,7 +158,7 @@ async def list_adapters(request: Request, filters: Annotated[AdapterFilters, Que
     summary="Show an adapter",
 )
 async def get_adapter(request: Request, name: str) -> AdapterResponse:
-    """What the adapter is bound to, and where it is now."""
+    """An adapter's load report: its bindings and the tier that holds it now."""
     return describe(request, namespace_of(request, require_store(services_of(request))).get(name))
 
 
@@ -262,7 +262,7 @@ def _unkept_note(version: Version, sent: str) -> list[str]:
 
 
 class _Fact(NamedTuple):
-    """What listings show of an adapter that the store does not know."""
+    """The fields of a listed adapter that the store does not know."""
 
     state: Tier
     last_used: int | None

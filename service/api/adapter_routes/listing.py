@@ -61,7 +61,7 @@ class FoundPage(NamedTuple):
 
 
 class Listing(NamedTuple):
-    """What a page of adapters shows, and to whom.
+    """A page of adapters for one caller, before it is built.
 
     limit    most adapters of it
     key      what it depends on beside these, the store and facts
@@ -91,7 +91,7 @@ class Listing(NamedTuple):
 
 
 async def listing(build: Callable[[], Any]) -> Response:
-    """What `build` returns, plain data or an answer's model, built and written in a thread."""
+    """Build and write a listing in a thread. `build` returns plain data or an answer's model."""
     text = await in_turn(lambda: msgspec.json.encode(build(), enc_hook=BaseModel.model_dump))
     return Response(text, media_type="application/json")
 
@@ -112,7 +112,8 @@ def _page(services: Services, wanted: Listing) -> WrittenPage:
         return page
     change = wanted.namespace.store.num_changes()
     rows, has_more = _rows(services, wanted)
-    # What a line shows is taken down first and written from that: a page never says more than its facts.
+    # The facts are read before the page is built from them, so that a page never shows newer ones than it is cached
+    # for.
     adapters = tuple((row.name, row.digest) for row in rows) if wanted.fact_of is not None else ()
     facts = wanted.facts_of(adapters)
     page = WrittenPage(change, adapters, facts, msgspec.json.encode(wanted.build(FoundPage(rows, facts, has_more))))
@@ -122,7 +123,7 @@ def _page(services: Services, wanted: Listing) -> WrittenPage:
 
 
 def _rows(services: Services, wanted: Listing) -> tuple[list[Row], bool]:
-    """Of the index, and whether more follow."""
+    """The page's rows of the index, and whether more follow."""
     namespace, filters = wanted.namespace, wanted.filters
     owner = None if filters.owner is None else namespace.owner_of(filters.owner)
     # An own name may be given with its tenant before it; pages go by the names that they show.

@@ -37,8 +37,8 @@ _ERRORS = errors((400, 401, 403, 404, 413, 500, 503, 507))
     summary="Keep an adapter on the device",
 )
 async def pin_adapter(request: Request, name: str) -> AdapterResponse:
-    """What the name stands for, now and after it moves, is brought to the device and stays there, whether it is asked
-    for or not, on every engine and after every start."""
+    """Bring the adapter of this name to the device and pin it there, used or not, on every engine and after every
+    start. The pin follows the name to its later versions."""
     return await _set_pinned(request, name, True)
 
 

@@ -18,7 +18,7 @@ from service.engine.ipc.token_streams import EngineDied
 from service.tenants.limits import Charge, Tenant
 
 NUM_TOKENS = 24
-# Of the prompt, with an invocation and trained tokens in it.
+# Tokens of the prompt, its invocation and trained tokens included.
 MAX_TOKENS = 2048
 # The base's and the adapter's, one after the other.
 _NUM_SEQUENCES = 2
@@ -90,7 +90,7 @@ def prompt_for(manifest: Manifest, vocab_size: int, limit_tokens: int) -> tuple[
 async def _logprobs(
     services: Services, tenant: Tenant, prompt: tuple[int, ...], manifest: Manifest | None = None, start: int = 0
 ) -> list[float]:
-    """Of the prompt's tokens but the first."""
+    """Log probabilities of the prompt's tokens, without the first."""
     digest, rows = (None, {}) if manifest is None else (manifest.digest, manifest.rows)
     sampling = Sampling(max_tokens=0, temperature=0.0, prompt_logprobs=0)
     request = Submit(

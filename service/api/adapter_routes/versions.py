@@ -111,7 +111,7 @@ async def roll_back(request: Request, name: str, body: RollbackRequest) -> JSONR
     summary="Say who may use an adapter",
 )
 async def change_visibility(request: Request, name: str, body: VisibilityRequest) -> JSONResponse:
-    """Who beside its tenant may use a name, of all its versions. Requests that run go on."""
+    """Change which tenants beside the owner may use a name, with all its versions. Running requests go on."""
     refuse_conditions(request, "who may use a name holds for all that it stands for")
     store = require_store(services_of(request))
     caller_of(request).tenant.take_change()

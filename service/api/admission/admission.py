@@ -27,7 +27,7 @@ _STOP_CHARS = 10
 
 
 class Held(Protocol):
-    """What a `GenerationJob` runs and gives back."""
+    """The resources of a `GenerationJob`: it releases them as its sequences end."""
 
     @property
     def tenant(self) -> Tenant: ...

@@ -1,5 +1,4 @@
-"""What a request's answer is constrained to: its fields as one constraint, and that as the grammar that the engine
-follows."""
+"""The constraint on a request's answer: one from all its fields, compiled to the grammar that the engine follows."""
 
 from __future__ import annotations
 
@@ -74,7 +73,7 @@ async def compiled(services: Services, constraint: Constraint, field: str) -> st
 
 
 def bad_constraint(error: ConstraintError, field: str) -> BadRequest:
-    """What the client is told of a constraint that is none."""
+    """The BadRequest for an invalid constraint."""
     return BadRequest(f"`{field}` {error}.", param=field)
 
 

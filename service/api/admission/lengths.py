@@ -10,7 +10,7 @@ from service.api.state import Services
 from service.engine.ipc.messages import Ready
 
 DEFAULT_COMPLETION_TOKENS = 16
-# Of a text that need not fit: far beyond most contexts, since counting what does not fit is what many ask for.
+# Characters of a text that may exceed the context, far beyond most contexts: clients count tokens of such texts too.
 # Tokenising takes 200 bytes for each.
 MAX_TEXT_CHARS = 1 << 20
 # And of one that should fit, for each token of the context: a vocabulary may have single tokens of hundreds of spaces,

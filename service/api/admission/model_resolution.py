@@ -16,7 +16,7 @@ from service.tenants.tenants import Caller
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """What a request's names stand for: the base (no lease) or one adapter's digest, held until `release`.
+    """The model that a request names: the base (no lease) or one adapter's digest, leased until `release`.
 
     name        the base's, or the store's name of the adapter
     shown_name  what the caller calls it

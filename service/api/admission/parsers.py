@@ -53,8 +53,8 @@ def writes_tools_of(
 
 
 def left_out(request: ChatRequest | TokenizeRequest) -> list[str]:
-    """What the request holds that its answers do without: tools of types that this server does not run, and a
-    `response_format` where a call must come, which is what its tool says."""
+    """The parts of a request that have no effect: tools of types that this server does not run, and a `response_format`
+    where a call must come, since the tool's schema decides then."""
     tools = [one for one in enumerate(request.tools or ()) if isinstance(one[1], OtherTool)]
     names = [f"tools[{index}] ({tool.type})" for index, tool in tools]
     if isinstance(request, ChatRequest) and is_format_idle(request):
@@ -69,9 +69,9 @@ def is_format_idle(request: ChatRequest) -> bool:
 
 
 def thinking_variables(services: Services, request: ChatRequest | TokenizeRequest, source: str) -> list[dict[str, Any]]:
-    """What a chat template of this source sees of `reasoning_effort`, as with vLLM, and of `enable_thinking`: what was
-    asked, and then what is nearest to it, for a template that raises an error at words that it does not know; nothing
-    if it looks at neither. BadRequest if `enable_thinking` asks for what it would not look at."""
+    """The template's variables for `reasoning_effort` (as in vLLM) and `enable_thinking`: the requested value first,
+    then the nearest one, for a template that raises an error at unknown values; none if the template reads neither.
+    BadRequest if `enable_thinking` asks for something that the template ignores."""
     effort, is_wanted = request.reasoning_effort, request.enable_thinking
     has_switch = "enable_thinking" in source
     choices: list[dict[str, Any]] = [{}]
@@ -122,8 +122,8 @@ def _not_taken(field: str, value: str) -> BadRequest:
 def reading_of(
     services: Services, request: ChatRequest, source: str, prompt: str, *, writes_tools: bool
 ) -> ParserConfig:
-    """What to look for in the answers to `prompt`, which a template of this source has made, with tools written into
-    texts if `writes_tools`. BadRequest for tools whose calls could not be told from text."""
+    """The parser configuration for answers to `prompt`, which a template of this source rendered. `writes_tools`: the
+    tools are written into texts. BadRequest for tools whose calls could not be told from text."""
     tools = shown_tools(request)
     form = (GENERIC if writes_tools else _call_format(services, source)) if tools else None
     thinks = request.separate_reasoning is not False and _thinks(services, source)

@@ -58,7 +58,7 @@ async def request_prompts(
 
 
 def truncated(services: Services, ready: Ready, request: CompletionRequest | ChatRequest, prompt: Prompt) -> Prompt:
-    """What `truncate_prompt_tokens` leaves of the prompt. BadRequest if more is to be kept than there is room for."""
+    """The prompt after `truncate_prompt_tokens`. BadRequest if it keeps more tokens than fit."""
     asked = request.truncate_prompt_tokens
     if asked is None:
         return prompt

@@ -19,7 +19,7 @@ from service.text.tokenizer import TextError, read_json
 _SEED_RANGE = 2**63
 _MAX_ID_DIGITS = 10
 _MAX_SHOWN_KEYS = 8
-# Of all stop strings of a request together: what is built of them takes about 150 bytes for each.
+# Characters of a request's stop strings together; the automaton takes about 150 bytes for each.
 MAX_STOP_CHARS = 4096
 
 
@@ -58,9 +58,9 @@ def build_sampling(
     grammar: str | None = None,
     max_logprobs: int = -1,
 ) -> Sampling:
-    """What the engine is told. `eos_token_ids`, and an adapter's own, end the answer unless `ignore_eos`; those that
-    the model cannot produce, which checkpoints may name, are left out. `grammar` is of `requested_grammar`. BadRequest
-    names a wrong field."""
+    """The engine's sampling parameters for a request. `eos_token_ids`, and an adapter's own, end the answer unless
+    `ignore_eos`; ids beyond the vocabulary, which some checkpoints name, are left out. `grammar` is the result of
+    `requested_grammar`. BadRequest names a wrong field."""
     min_tokens = request.min_tokens or 0
     if min_tokens > max_tokens:
         raise BadRequest(
@@ -95,7 +95,7 @@ def build_sampling(
 
 
 def _no_token_left(request: Generation) -> BadRequest:
-    """What to say of fields that bar all tokens between them."""
+    """The sentence for fields that together bar every token."""
     asked = ("allowed_token_ids", "bad_words", "stop_token_ids", "min_tokens")
     names = [name for name in asked if getattr(request, name)]
     return BadRequest(

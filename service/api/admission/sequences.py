@@ -96,7 +96,7 @@ def num_logprobs(plans: Sequence[PlannedSequence], *, with_answers: bool) -> int
 
 
 def too_many_logprobs(wanted: int) -> BadRequest:
-    """What to say of so many."""
+    """The error for a request of so many log probabilities."""
     return BadRequest(
         f"This asks for up to {wanted} log probabilities of prompts and answers; a request may have "
         f"{MAX_HELD_LOGPROBS}: lower `max_tokens`, `logprobs`, `top_logprobs`, `prompt_logprobs` or `n`, or send fewer "

@@ -9,7 +9,7 @@ from service.api.errors import BadRequest, quoted
 from service.api.schema.requests import Generation
 from service.text.tokenizer import TextTokenizer
 
-# Of all bad words of a request together: their tokens are looked for at each place of the answer.
+# Characters of a request's bad words together: each step looks for their tokens.
 MAX_BAD_CHARS = 4096
 
 

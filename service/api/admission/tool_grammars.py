@@ -22,7 +22,7 @@ def chat_constraint(
     *,
     closes_objects: bool = True,
 ) -> Constraint | None:
-    """What a chat is constrained to, with thoughts before it where the model thinks; None where answers are free.
+    """The constraint on a chat's answer, with thoughts before it where the model thinks; None where answers are free.
     ConstraintError for tools that are too large for a grammar, BadRequest for a call and another constraint at once.
 
     `required`, a named tool and a choice among some of the tools are enforced with all schemas. Where the model

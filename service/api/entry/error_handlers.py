@@ -1,4 +1,4 @@
-"""What becomes of an error that a request ends with."""
+"""Handlers from a request's exception to its error answer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens to every request before a router sees it, and after: key, size, errors, metrics and the log line.
+"""Checks before a router sees a request (key, size) and records after it (errors, metrics, the log line).
 
 Plain ASGI, so that nothing of a body is read before the key and the announced size are checked.
 """
@@ -39,12 +39,12 @@ _MAX_LENGTH_DIGITS = 20
 # How much of a refused body is read and thrown away, so that the client gets to read why.
 _DRAIN_BYTES = 64 << 20
 _DRAIN_SECONDS = 10.0
-# Of every 503 that says nothing else: what it was refused for lasts seconds, if it ends at all.
+# Default of every 503: its cause lasts seconds, if it ends at all.
 _SOON = {"Retry-After": "1"}
 
 
 class BodyRule(NamedTuple):
-    """What bodies a path takes: most bytes, and whether they are held in memory until all are there."""
+    """Bounds on the bodies of a path: most bytes, and whether a body is held in memory until it is complete."""
 
     limit_bytes: int
     is_buffered: bool = True
@@ -161,7 +161,7 @@ class _RequestScope:
         scope["multilora.forget_body"] = self.forget_body
 
     def caller_lines(self) -> dict[str, str]:
-        """Who asked, where keys say it."""
+        """Log fields that name the caller, where keys are set."""
         if self.caller is None or not self.caller.key_id:
             return {}
         return {"tenant": self.caller.tenant.name, "key": self.caller.key_id}
@@ -197,7 +197,7 @@ class _RequestScope:
         return message
 
     def forget_body(self) -> None:
-        """What has been read of the body is not held any more."""
+        """Return the body's bytes to the budget: they are not held any more."""
         self._budget.give_back(self._client, self._num_buffered)
         self._num_buffered = 0
 

@@ -1,6 +1,4 @@
-"""What routers add to the one log line of their request. The line itself is written by
-`service.api.entry.middleware`.
-"""
+"""Fields that routers add to their request's one log line; `service.api.entry.middleware` writes it."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ class RequestNotes:
 
     @property
     def left_out(self) -> str | None:
-        """What requests hold that their answers do without, for a header; None for nothing."""
+        """The header's list of request fields that had no effect; None if there are none."""
         told = ", ".join(self._left_out)
         return (told if len(told) <= _MAX_LEFT_OUT_CHARS else f"{told[:_MAX_LEFT_OUT_CHARS]} ...") or None
 

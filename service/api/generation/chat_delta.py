@@ -1,4 +1,4 @@
-"""What an answer says, as OpenAI's message or as the deltas of its stream."""
+"""A chat answer as OpenAI's message, or as the deltas of its stream."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from service.text.calls.call_parser import Arguments, Begun, Call
 
 
 class ChatFormatter:
-    """One choice of a chat.
+    """Formats one choice of a chat.
 
     in_pieces          whether calls are told as they are written: for `deltas`
     includes_thoughts  whether they are sent
@@ -67,8 +67,8 @@ class ChatFormatter:
         return message
 
     def deltas(self, text: str, *, is_last: bool, is_cut: bool = False) -> list[dict[str, Any]]:
-        """What a piece of the answer adds; possibly nothing. Of a call, who is called comes first, and then with what:
-        clients join the texts of deltas, so nothing may come twice."""
+        """The deltas of new text; possibly none. A call's name comes first and its arguments follow in parts, each sent
+        once: clients join the texts of deltas."""
         deltas: list[dict[str, Any]] = []
         for one in [*self._reader.push(text), *(self._reader.finish(is_cut=is_cut) if is_last else ())]:
             if isinstance(one, Call | Begun):
@@ -87,7 +87,8 @@ class ChatFormatter:
         return deltas
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """As OpenAI tells it: `tool_calls` where the model chose to call, `stop` where it was told what to call."""
+        """OpenAI's finish reason: `tool_calls` where the model chose to call, `stop` where the request named the
+        tool."""
         return "tool_calls" if reason == "stop" and self._num_calls and not self._is_told else reason
 
     def _call(self, call: Call) -> dict[str, Any]:

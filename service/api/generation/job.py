@@ -1,4 +1,4 @@
-"""What a request has the engine generate: its sequences, read whole or as they come; all is given back at the end."""
+"""The sequences of one request in the engine, read whole or streamed; the end releases everything they hold."""
 
 from __future__ import annotations
 
@@ -65,28 +65,28 @@ class GenerationJob:
 
     @property
     def name(self) -> str:
-        """What the caller calls the adapter that answers, or the base."""
+        """The answering model under the caller's name."""
         return self._target.shown_name
 
     @property
     def full_name(self) -> str:
-        """What the log calls it: as the store does."""
+        """The answering model under the store's name, for logs and metrics."""
         return without_root(self._target.name)
 
     @property
     def adapter(self) -> str | None:
-        """The version of the adapter that answers, as the caller may ask for it, and its content; None for the base."""
+        """The answering adapter's version under the caller's name, and its digest; None for the base."""
         record = self.record
         return None if record is None else f"{self.name}@{record.version.number} sha256:{record.digest}"
 
     @property
     def record(self) -> AdapterRecord | None:
-        """The version of the adapter that answers, None for the base."""
+        """The answering adapter's version; None for the base."""
         return None if self._target.lease is None else self._target.lease.record
 
     @property
     def fingerprint(self) -> str:
-        """Changes with what answers: the digest of the base, and of the adapter if there is one."""
+        """Fingerprint of the weights that answer: it changes with the digest of the base or of the adapter."""
         digest = self._target.digest
         return f"fp_{self._base_digest}" if digest is None else f"fp_{self._base_digest}_{digest[:16]}"
 
@@ -117,23 +117,23 @@ class GenerationJob:
 
     @property
     def is_finished(self) -> bool:
-        """Whether `poll` has given the last piece of each sequence."""
+        """Whether `poll` has returned the last chunk of each sequence."""
         return not self._num_untold
 
     @property
     def has_news(self) -> bool:
-        """Whether `poll` may have something to give or to raise."""
+        """Whether `poll` may have a chunk to return or an error to raise."""
         return bool(self._fresh)
 
     def listen(self, listener: Callable[[], object]) -> None:
-        """Call `listener` whenever `poll` has something to give or to raise, now if it has already; it never raises."""
+        """Call `listener` whenever `poll` has a chunk or an error, now if it has one already; it never raises."""
         self._listener = listener
         if self._fresh:
             listener()
 
     def poll(self) -> tuple[int, OutputChunk] | None:
-        """(index of the choice, piece) of the sequence that has waited longest, None while there is nothing new.
-        Raises as `SequenceRun.take` does."""
+        """(index of the choice, chunk) of the sequence that has waited longest; None while nothing is new. Raises as
+        `SequenceRun.take` does."""
         while self._fresh:
             index = next(iter(self._fresh))
             del self._fresh[index]
@@ -144,12 +144,13 @@ class GenerationJob:
         return None
 
     def hand_over(self) -> Callable[[], None]:
-        """What the whole answer still holds in memory when the job is closed; call it when it has been sent."""
+        """The release of the log probabilities that a whole answer still holds after the job is closed; call it once
+        the answer has been sent."""
         held, self._logprobs = self._logprobs, LogprobBudget(self._logprob_shares)
         return held.release
 
     def close(self, outcome: str = "abort") -> None:
-        """Abort what still runs and give everything back; once is enough, more does nothing."""
+        """Abort the running sequences and release everything; further calls do nothing."""
         if self._closed:
             return
         self._closed = True

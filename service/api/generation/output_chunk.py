@@ -1,4 +1,4 @@
-"""What has come of an answer since it was asked for last, on its way from the engine to the shapes of the API."""
+"""New output of a sequence since the last read, on its way from the engine to the API's shapes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kernels.sampling.scored_token import ScoredToken
 
 
 class OutputChunk(msgspec.Struct):
-    """What is new of a sequence. Text and tokens need not match: text may wait for the rest of a character.
+    """New text and tokens of a sequence. They need not match: text may wait for the rest of a character.
 
     text_offsets  for each token, the number of characters of the answer before it
     pooled        of the prompt's hidden states, where they are asked for: see `Finished`

@@ -22,7 +22,7 @@ from service.tenants.limits import Tenant
 from service.text.detokenizer import detokenizer_of
 from service.text.stop_strings import StopStrings
 
-# Of a streamed sequence, most tokens and alternatives in log probabilities that wait for their client.
+# Most tokens and alternatives of a streamed sequence whose log probabilities may wait for their client.
 MAX_WAITING_ENTRIES = 1 << 16
 _SHUT_DOWN = "The server was shut down before the answer was complete; ask another one."
 
@@ -87,7 +87,7 @@ class SequenceRun:
         )
         self._stop, self._has_stop = StopStrings(plan.stop), bool(plan.stop.stop)
         self._num_chars = 0
-        # What nobody has taken yet. Its text is joined when it is taken: it may have thousands of parts.
+        # Output that nobody has read yet. Its text is joined when it is read: it may have thousands of parts.
         self._waiting, self._texts, self._num_waiting, self._has_news = OutputChunk(), list[str](), 0, False
         self._drop_logprobs()
 
@@ -105,7 +105,7 @@ class SequenceRun:
         return len(self._plan.prompt.token_ids)
 
     def take(self) -> OutputChunk | None:
-        """What is new since the last call, None if nothing is; the last one has a finish_reason.
+        """The output since the last call, None if there is none; the last chunk has a finish_reason.
 
         EngineFailed if the engine fails; NotReady if it never had the request, or the server shuts down; BadRequest if
         too much waited; QueueFull if who pays for it may hold no more log probabilities.
@@ -133,8 +133,8 @@ class SequenceRun:
             self._on_end(self.timer.num_tokens)
 
     def forget_others(self) -> None:
-        """Of one that is closed, and that nobody asks any more: those who listened to it, and who it listened to. Left
-        to Python's collector, the circles of a few hundred requests that end together take it a tenth of a second."""
+        """Drop the references between a closed sequence and its listeners. Left to Python's collector, the cycles of a
+        few hundred requests that end together take it a tenth of a second."""
         self._on_news = _nobody_listens
         self._on_end = _nobody_listens
         del self._messages
@@ -160,7 +160,7 @@ class SequenceRun:
             self.close(outcome)
 
     def _told(self, error: Exception) -> Exception:
-        """What the client is told of an error."""
+        """The client's error for one of the engine."""
         if not isinstance(error, EngineDied):
             return error
         if self._services.draining:
@@ -230,7 +230,7 @@ class SequenceRun:
 
 
 def _nobody_listens(_num_tokens: int = 0) -> None:
-    """What is told to who is not there any more."""
+    """The listener of a sequence that is closed: it does nothing."""
 
 
 def _too_much_waits() -> BadRequest:

@@ -21,20 +21,20 @@ from service.logs import LOGGER
 
 
 class Chunks(Protocol):
-    """How an answer is told: plain data, an event each, or the bytes of one."""
+    """The chunks of a stream: plain data, one event each, or an event's bytes."""
 
     def first(self) -> Iterable[Any]:
-        """Before anything has come."""
+        """The chunks before any output."""
 
     def added(self, index: int, piece: OutputChunk) -> Iterable[Any]:
-        """Of a piece of the choice `index`; what it costs grows with the piece's log probabilities."""
+        """The chunks for new output of the choice `index`; their cost grows with its log probabilities."""
 
     def last(self) -> Iterable[Any]:
-        """When all choices have ended."""
+        """The chunks behind the end of all choices."""
 
 
 class Connection(Protocol):
-    """What `service.api.http.protocol.Protocol` has for streams."""
+    """The stream's view of `service.api.http.protocol.Protocol`."""
 
     @property
     def takes_pieces(self) -> bool:
@@ -74,7 +74,7 @@ class EventStream(Response):
         self._error: Exception | None = None
         self._news = asyncio.Event()
         self._is_gone = self._is_idle = False
-        # Of the task: what was polled but is long, and why polling failed.
+        # For the task: polled output that is too long for the listener, and the error that polling raised.
         self._long: tuple[int, OutputChunk] | None = None
         self._failure: Exception | None = None
         self._connection: Connection | None = None

@@ -1,4 +1,4 @@
-"""Who has how many of the server's connections: one address, and one tenant, half of them at most.
+"""Shares of the server's connections: one address, and one tenant, may have half of them.
 
 An address is known when a connection is opened, a tenant with the key of a request: the connection is its until it is
 closed, or has a request of another one. A proxy opens connections for many clients, so that no share of its own

@@ -7,10 +7,10 @@ from typing import Any
 import h11
 from h11._receivebuffer import ReceiveBuffer
 
-# Of a head that is not complete. One that comes whole with a single read may be that much longer.
+# Bytes of an incomplete head. A head that arrives whole in a single read may be longer by that read.
 MAX_HEAD_BYTES = 1 << 14
 MAX_HEADERS = 100
-# What the framing of a chunked body may take: each chunk costs as much as a kilobyte, however small it is.
+# Bytes that the framing of a chunked body may take: each chunk costs as much as a kilobyte, however small it is.
 _FREE_FRAMING_BYTES = 1 << 18
 _BODY_BYTES_PER_FRAMING_BYTE = 32
 

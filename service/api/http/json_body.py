@@ -26,10 +26,10 @@ from service.fairness.thread_pool import FairPool
 
 # Larger ones are parsed and validated in a thread.
 LARGE_BODY_BYTES = 1 << 14
-# Of one body. An object or list takes a few hundred bytes once parsed, and as much again as part of a model; a text or
-# number up to a hundred. Python's allocator may keep the most that was ever in use: small objects that live on pin
-# pieces of 1 MiB. 60,000 messages took 67 MiB more of them than an idle server, as many as there may be now take 15.
-# Histories of some thousand messages with parts and calls have a few lists and objects for each.
+# Lists and objects of one body. Each takes a few hundred bytes once parsed, and as much again as part of a model; a
+# text or number up to a hundred. Python's allocator may keep the most that was ever in use: small objects that live on
+# pin pieces of 1 MiB. 60,000 messages took 67 MiB more of them than an idle server, as many as there may be now take
+# 15. Histories of some thousand messages with parts and calls have a few lists and objects for each.
 MAX_CONTAINERS = 1 << 14
 MAX_STRINGS = 1 << 18
 MAX_VALUES = (1 << 20) + (1 << 16)
@@ -55,7 +55,7 @@ class BodyBudget:
 
     @property
     def num_bytes(self) -> int:
-        """What is held now."""
+        """Bytes held now."""
         return self._shares.num_held
 
     def take(self, client: str, num_bytes: int) -> None:

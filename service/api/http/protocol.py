@@ -80,7 +80,7 @@ class Protocol(H11Protocol):
         self._unsent: _Mark | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """What the kernel does not take waits alone: nothing is added to it before it is gone."""
+        """A new connection. Output that the kernel does not accept waits alone: nothing is added before it is gone."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=0)
         cast(Any, transport).max_size = FIRST_READ_BYTES
@@ -99,7 +99,7 @@ class Protocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """It is closed."""
         super().connection_lost(exc)
-        # What else has it: a timer, where the client has reset it, and its own application.
+        # Other references to it: a timer, where the client has reset the connection, and its own application.
         self._unset_keepalive_if_required()
         self.app = self.config.loaded_app
         if self._network is not None:
@@ -130,8 +130,8 @@ class Protocol(H11Protocol):
 
     @property
     def _owner(self) -> str:
-        """Whose turns the next read takes, "" for nobody's: an address has its own. A proxy that is trusted has none,
-        and sends one client's body at a time; of its heads it is not known yet whose they are (`turn`)."""
+        """The network whose read budget the next read uses, "" for none. A trusted proxy has none: it sends one
+        client's body at a time, and the client of a head is unknown before the head is read (`turn`)."""
         assert self._network is not None
         return self._network or (self._client if self.conn.their_state is h11.SEND_BODY else "")
 
@@ -175,7 +175,7 @@ class Protocol(H11Protocol):
         cast(Any, self.transport).max_size = size
 
     def handle_events(self) -> None:
-        """What came together with an earlier request, which has been answered, has a turn of its own."""
+        """Handle the bytes that arrived with an earlier, answered request as a read of their own."""
         if self._is_reading or not self.conn.trailing_data[0] or not (owner := self._owner):
             super().handle_events()
             return
@@ -198,7 +198,7 @@ class Protocol(H11Protocol):
             self._head_since = self.loop.time()
 
     def _read_body(self, data: bytes) -> bool:
-        """What uvicorn does with a piece of a body, where nothing needs to be copied for that; whether it was done."""
+        """Handle a part of a body as uvicorn does, where that needs no copy; False if it was not handled."""
         cycle = cast(Any, self.cycle)
         if cycle is None or cycle.body or not self.conn.skip_body(data):
             return False

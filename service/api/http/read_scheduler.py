@@ -1,4 +1,4 @@
-"""Whose turn it is to have what it sent read: heads and bodies cost time of the event loop, which is everybody's.
+"""Schedules reads of heads and bodies between networks, since each read takes time of the one event loop.
 
 A read is bounded by itself (`protocol.py`), and so is what it begins: a request for many choices takes the loop a few
 milliseconds on its way to the engine. A client with hundreds of connections would still have all of them served between
@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 USUAL_SECONDS = 0.0005
 # For each second beyond that, so many seconds until the network's next read.
 PAUSE_PER_SECOND = 16.0
-# Of a head or a chunked body, at a time. How costly its bytes are is not known at first.
+# Bytes per read of a head or a chunked body: first, least and most. Their cost is unknown at first.
 FIRST_READ_BYTES, LEAST_READ_BYTES, MOST_READ_BYTES = 1 << 10, 1 << 9, 1 << 12
 _LONG_READ_SECONDS = 2 * USUAL_SECONDS
 

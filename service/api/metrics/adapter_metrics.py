@@ -27,12 +27,12 @@ DELETED = "deleted:"
 MOST_LISTED = 100
 # And characters of the names of each: 80 for one, where a name and its tenant's may have 193.
 _MOST_CHARACTERS = 80 * MOST_LISTED
-# What vLLM calls the tiers.
+# vLLM's names of the tiers.
 _LEVELS: dict[Tier, str] = {"device": "gpu", "host": "cpu"}
 
 
 class VersionOf(NamedTuple):
-    """What a name stands for, for the metric that tells it."""
+    """A name's current version, for the metric that shows it."""
 
     number: int
     digest: str
@@ -48,7 +48,7 @@ class Resident(NamedTuple):
 
 
 class _Counts(msgspec.Struct, gc=False):
-    """Of one adapter: tokens, and sequences by how they ended. `gc=False`: see `adapters.files.manifest`."""
+    """Counts of one adapter: tokens, and sequences by how they ended. `gc=False`: see `adapters.files.manifest`."""
 
     prompt_tokens: int = 0
     generation_tokens: int = 0

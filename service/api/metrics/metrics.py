@@ -165,7 +165,7 @@ class Metrics:
 
     def _make_replica_metrics(self) -> None:
         registry = self.registry
-        # What `show_replicas` has counted, by engine and tier.
+        # The counts of `show_replicas`, by engine and tier.
         self._sent: dict[tuple[str, str], int] = {}
         self._shown_replicas: set[str] = set()
         self.replica_up = Gauge(
@@ -219,8 +219,8 @@ class Metrics:
             self.step_seconds.observe(milliseconds / 1e3)
 
     def show_engine(self, stats: Stats | None, num_restarts: int) -> None:
-        """What the engine that lives now holds, None if there is none: of a dead one nothing is left. The restarts are
-        the client's count, since an engine that never got ready has sent no Stats."""
+        """Show the running engine's figures; None clears them, since a dead engine holds nothing. `num_restarts` is the
+        client's count: an engine that never got ready has sent no Stats."""
         for field, gauge in self._gauges.items():
             gauge.set(0 if stats is None else getattr(stats, field))
         self.adapters.labels("device").set(0 if stats is None else stats.num_adapters_on_device)

@@ -57,7 +57,7 @@ class TierMetrics:
             self._first_steps.labels(tier).observe(num_steps)
 
     def show(self, stats: Stats | None) -> None:
-        """What the engine that lives now holds."""
+        """Show the bytes that the running engine holds in each tier; 0 without one."""
         self._bytes.labels("device").set(0 if stats is None else stats.row_bytes_used)
         self._bytes.labels("host").set(0 if stats is None else stats.host_bytes_used)
 

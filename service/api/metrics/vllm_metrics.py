@@ -1,4 +1,4 @@
-"""What the server measures under vLLM's names and labels too, so that dashboards made for vLLM show it.
+"""The server's metrics under vLLM's names and labels, so that dashboards made for vLLM show them.
 
 Nothing is measured twice: the families are written anew from the server's own when they are scraped.
 """

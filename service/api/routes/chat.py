@@ -161,7 +161,8 @@ class ChatAnswer:
         return {"token_ids": None, **self._choice(index, piece, message=message)}
 
     def _chunk_choices(self, index: int, piece: OutputChunk) -> Iterator[dict[str, Any]]:
-        """What a piece brings, of which only the last part may end the choice and has what is counted in tokens."""
+        """The chunk's choices for new output. Only the last may have a finish_reason and the fields counted in
+        tokens."""
         reason = piece.finish_reason
         deltas = self._speakers[index].deltas(piece.text, is_last=reason is not None, is_cut=reason == "length")
         self._speakers[index].count(piece.text_offsets)

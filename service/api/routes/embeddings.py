@@ -39,7 +39,7 @@ router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 # So many inputs of a request run at a time, fewer where its tenant may have fewer, each in a place of the queue; the
 # others come after them.
 MAX_AT_A_TIME = 64
-# Of an embedding's number as JSON, about so many characters of text are worth.
+# Characters of text that cost as much as one number of an embedding written as JSON.
 _NUMBER_CHARS = 2
 
 

@@ -54,7 +54,7 @@ async def ready(request: Request) -> ReadyResponse:
 @router.get("/ping", responses=errors((503,)), response_model_exclude_none=True, summary="The same as /health")
 @router.post("/ping", responses=errors((413, 503)), response_model_exclude_none=True, summary="The same as /health")
 async def ping(request: Request) -> HealthResponse:
-    """What Amazon SageMaker and vLLM's clients call; they send GET or POST."""
+    """Health check of Amazon SageMaker and vLLM's clients, by GET or POST."""
     return await health(request)
 
 

@@ -26,7 +26,7 @@ from service.api.state import Services, services_of
 
 router = APIRouter(tags=["OpenAI"])
 
-# Of the base and of adapters that are no tenant's.
+# Owner of the base and of adapters without a tenant.
 _OPERATOR = "multilora"
 
 
@@ -109,6 +109,6 @@ def _card(limit_tokens: int | None, *, owned_by: str = _OPERATOR, **fields: Any)
 
 
 def _limit_tokens(services: Services) -> int | None:
-    """Of a prompt with its answer; None while there is no engine."""
+    """Context length, prompt and answer together; None while there is no engine."""
     ready = services.engine.ready
     return None if ready is None else ready.max_model_len_tokens

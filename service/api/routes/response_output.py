@@ -11,7 +11,7 @@ from typing import Any
 from uuid import uuid4
 
 EventFields = dict[str, Any]
-# Of items that are text: what their only part is called.
+# Item type to the type of its only part, for items that are text.
 _PART_TYPES = {"message": "output_text", "reasoning": "reasoning_text"}
 
 
@@ -25,9 +25,9 @@ class ResponseOutput:
         self.items: list[dict[str, Any]] = []
         self._is_open = False
         self._logprobs: list[Any] = []
-        # Of the open item, joined when it ends: added to a text piece by piece, each would copy all before it.
+        # Text of the open item, joined when it ends: appending each part would copy all before it.
         self._texts: list[str] = []
-        # Of the open item: the call's index among the chat's calls.
+        # The open item's index among the chat's calls.
         self._call: int | None = None
 
     def add(self, said: Mapping[str, Any], logprobs: Sequence[Any] = ()) -> Iterator[EventFields]:

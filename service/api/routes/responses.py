@@ -81,7 +81,7 @@ class ResponseAnswer:
         return self._response(_status(choice["finish_reason"]), chat["usage"])
 
     def first(self) -> Iterator[dict[str, Any]]:
-        """What is asked for, and that it has begun."""
+        """The events `response.created` and `response.in_progress`, with the request's fields."""
         for kind in ("created", "in_progress"):
             yield self._numbered({"type": f"response.{kind}", "response": self._response("in_progress", None)})
         yield from self._events(self._chat.first())

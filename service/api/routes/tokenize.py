@@ -30,9 +30,9 @@ from service.text.tokenizer import TextTokenizer
 
 router = APIRouter(tags=["text"], route_class=JsonRoute)
 
-# What older configs tell of the machine that wrote them.
+# Fields of older configs that name paths of the machine that wrote them.
 _PATHS = frozenset({"name_or_path", "tokenizer_file", "vocab_file", "merges_file", "special_tokens_map_file"})
-# What waits in a place of `Services.calls`: so is the memory of all calls together bounded.
+# Characters per place of `Services.calls`, which bounds the memory of all calls together.
 _CHARS_PER_PLACE = 1 << 16
 _TOKENS_PER_PLACE = 1 << 14
 

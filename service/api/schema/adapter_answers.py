@@ -1,4 +1,4 @@
-"""What the routes of adapters and their versions answer with."""
+"""Answers of the routes for adapters and their versions."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""What the HTTP interface answers with: the JSON shapes of errors, models, tokens, embeddings and health. Beside it lie
-`generated_answers`, `response_answers` and `adapter_answers`; `service.api.schema.requests` has the shapes that it
-takes.
-"""
+"""Answers of the HTTP interface: the JSON shapes of errors, models, tokens, embeddings and health.
+`generation_answers`, `response_answers` and `adapter_answers` hold the others; `service.api.schema.requests` holds the
+requests."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ class ErrorResponse(Response):
 
 
 class CompletionTokensDetails(Response):
-    """Of a chat's answers: `reasoning_tokens` are those of what the model thought."""
+    """Token details of a chat's answers: `reasoning_tokens` are the tokens of the model's thoughts."""
 
     reasoning_tokens: int
 
@@ -56,7 +55,7 @@ class Usage(Response):
 
 
 class Embedding(Response):
-    """Of one input: numbers, or float32 bytes in base64."""
+    """The vector of one input: numbers, or float32 bytes in base64."""
 
     object: Literal["embedding"]
     index: int
@@ -154,7 +153,7 @@ class ReadyResponse(Response):
 
 
 class VersionResponse(Response):
-    """What runs here."""
+    """Version of the server and form of the base."""
 
     version: str
     model: str

@@ -14,16 +14,16 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Private
 from service.api.schema.base import FIRST, Request, field_error, value_fault
 from service.grammars.json_size import least_chars
 
-# Of what one call was given, and of variables for a template: as long as the longest text that is tokenised. Templates
-# write both in one piece, and a million numbers take 0.3 s of Python's lock.
+# Characters of one call's arguments, and of a template's variables: as long as the longest text that is tokenised.
+# Templates write both in one piece, and a million numbers take 0.3 s of Python's lock.
 MAX_DATA_CHARS = 1 << 20
-# What others say is there: without it there is no message. An assistant may have called tools, and a tool be silent.
-# Those of OpenAI's API; templates may know others.
+# Roles whose messages need a content; an assistant may have called tools instead, and a tool may be silent. These are
+# OpenAI's; templates may know others.
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 _MUST_HAVE_CONTENT = ("system", "developer", "user")
 
 
-# What is no text is the client's own: some keep objects and lists there.
+# A value that is no text is the client's own: some store objects and lists there.
 ThoughtText = Annotated[str | None, BeforeValidator(lambda kept: kept if isinstance(kept, str) else None)]
 
 
@@ -118,7 +118,7 @@ class ChatMessage(_Kept):
 
     @property
     def text(self) -> str:
-        """What it says."""
+        """The message's text."""
         content = self._content()
         return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
 
@@ -141,7 +141,7 @@ class ChatMessage(_Kept):
 
     @property
     def json_texts(self) -> list[str]:
-        """What of it is JSON as text, and parsed for the template."""
+        """Texts of the message that are JSON, which the template receives parsed."""
         called = [call.function for call in self.tool_calls or ()]
         if self.function_call is not None:
             called.append(self.function_call)

@@ -1,4 +1,4 @@
-"""What pydantic finds wrong with a body, as one sentence that says what to do."""
+"""pydantic's errors about a body, as one sentence that says what to do."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _ALLOWED_TOOLS = (
 
 def bad_request(faults: Sequence[Mapping[str, Any]], *, prefix: str = "") -> BadRequest:
     """The first fault as a BadRequest; `prefix` stands before its sentence."""
-    # Of a union's faults the plainest one is worth telling: an unsupported field beats a wrong type.
+    # The plainest of a union's faults is reported: an unsupported field before a wrong type.
     fault = min(faults, key=_rank)
     path = _path(fault)
     sentence = _sentence(fault, path, faults)
@@ -62,8 +62,8 @@ def bad_request(faults: Sequence[Mapping[str, Any]], *, prefix: str = "") -> Bad
 
 
 def _rank(fault: Mapping[str, Any]) -> int:
-    """What is told first: a role or a part of content that is not served, then a field, then a length, which one of a
-    union's faults tells where the others say that it is of another type."""
+    """Order in which faults are reported: an unsupported role or part of content first, then a field, then a length
+    (one member of a union names it where the others report a wrong type)."""
     if fault["type"] == "literal_error" and fault["loc"][-1] in ("role", "type"):
         return 0
     if fault["type"] in ("field", "extra_forbidden", "json_invalid"):
@@ -109,7 +109,7 @@ def _sentence(fault: Mapping[str, Any], path: list[Any], faults: Sequence[Mappin
         named = f" (it holds a part {_of_type(parts[0]['input'])})" if parts else ""
         return f"{_dotted(path[: index + 1])}: {_CONTENT}{_OTHER_PARTS[:-1]}{named}."
     if path[:1] == ["prompt"]:
-        # That of /tokenize is no union: the path of its fault ends with the field itself.
+        # /tokenize's prompt is no union: its fault's path ends with the field itself.
         return "`prompt` must be a text." if kind == "string_type" and fault["loc"][-1] == "prompt" else _PROMPT
     if path == ["input"] and kind != "missing":
         return _INPUT

@@ -1,4 +1,4 @@
-"""What completions, chats and batches of them answer with."""
+"""Answers of completions, chats and batches of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class CompletionLogprobs(Response):
 
 
 class PromptLogprob(Response):
-    """Of a prompt's token or an alternative. `rank` among all tokens, from 1."""
+    """Log probability of a prompt's token or an alternative. `rank` among all tokens, from 1."""
 
     logprob: float
     rank: int
@@ -92,8 +92,8 @@ class ToolCall(Response):
 
 
 class AssistantMessage(Response):
-    """What the model said. `content` is null where it only thought or called; `reasoning_content` is what it thought
-    before it spoke, and `reasoning` the same."""
+    """The model's message. `content` is null where it only thought or called; `reasoning_content` holds its thoughts,
+    and `reasoning` the same."""
 
     role: Literal["assistant"]
     content: str | None
@@ -139,7 +139,7 @@ class FunctionDelta(Response):
 
 
 class ToolCallDelta(Response):
-    """What is new of the call `index`; `id` and `type` come once, with the name."""
+    """New parts of the call `index`; `id` and `type` come once, with the name."""
 
     index: int
     id: str | None = None
@@ -148,7 +148,7 @@ class ToolCallDelta(Response):
 
 
 class ChatDelta(Response):
-    """What is new of a streamed answer."""
+    """New parts of a streamed answer."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
@@ -158,7 +158,7 @@ class ChatDelta(Response):
 
 
 class ChatChunkChoice(Response):
-    """What is new of one streamed answer."""
+    """New parts of one choice of a stream."""
 
     index: int
     delta: ChatDelta

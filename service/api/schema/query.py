@@ -1,4 +1,4 @@
-"""What of a query is refused: nothing that is asked for is dropped in silence."""
+"""Refuses unknown query parameters, so that none is dropped in silence."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class StreamOptions(Request):
 
 
 class Answering(Request):
-    """Who answers."""
+    """The field `model`, which names the model that answers."""
 
     model: str | None = Field(None, description="the base's name (the default), an adapter's name, or `base:adapter`")
     adapter_id: Annotated[str, Field(min_length=1)] | None = Field(
@@ -86,8 +86,8 @@ else:
 
 
 class Decoding(SamplingParameters):
-    """Who answers, what the answer must be, and how tokens are chosen and become text; null is the same as leaving a
-    field out."""
+    """Fields of the model, the answer's constraint, sampling and detokenising; null is the same as leaving a field
+    out."""
 
     min_tokens: Annotated[int, Field(ge=0)] | None = Field(None, description="no end before this number of tokens")
     logit_bias: (
@@ -159,7 +159,7 @@ class Decoding(SamplingParameters):
 
 
 class Generation(Decoding):
-    """What completions and chat completions have in common."""
+    """Fields that completions and chat completions share."""
 
     unserved = GENERATION_FIELDS
 

@@ -1,4 +1,4 @@
-"""What POST /v1/responses answers with."""
+"""Answers of POST /v1/responses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class OutputText(Response):
 
 
 class OutputItem(Response):
-    """What the model said, thought or called."""
+    """One item of the output: a message, a reasoning or a call."""
 
     type: Literal["message", "reasoning", "function_call"]
     id: str
@@ -34,14 +34,14 @@ class OutputItem(Response):
 
 
 class InputDetails(Response):
-    """Of the input's tokens."""
+    """Details of the input's tokens."""
 
     cached_tokens: int
     cache_write_tokens: int
 
 
 class OutputDetails(Response):
-    """Of the output's tokens."""
+    """Details of the output's tokens."""
 
     reasoning_tokens: int
 

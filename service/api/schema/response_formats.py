@@ -42,7 +42,7 @@ class JsonSchemaFormat(Request):
 
 
 class TaggedStructure(Request):
-    """What stands between two texts is valid for a schema."""
+    """A schema for the text between two tags."""
 
     begin: str = Field(description="begins with one of the triggers")
     schema_: dict[str, Any] | bool | None = Field(None, alias="schema", description="any JSON by default")
@@ -73,7 +73,7 @@ ResponseFormat = Annotated[
 
 
 class StructuredOutputs(Request):
-    """What the answer must be: one of these, as vLLM has them."""
+    """vLLM's constraint on the answer: one of these."""
 
     unserved = STRUCTURED_OUTPUT_FIELDS
 

@@ -26,7 +26,7 @@ from service.api.schema.unserved_fields import (
 from service.grammars.json_size import least_chars
 
 _Texts = str | Annotated[list[TextPart], FIRST]
-# What an item of a type cannot be without.
+# Required fields of each item type.
 _NEEDED = {
     "message": ("role", "content"),
     "function_call": ("call_id", "name", "arguments"),
@@ -36,7 +36,7 @@ _NEEDED = {
 _LOGPROBS = "message.output_text.logprobs"
 # An answer may be sent back as it is: what else it could hold is never there.
 _NOTHING_TO_INCLUDE = "reasoning.encrypted_content"
-# Of a chat's fields, what a client of this API calls them.
+# A chat's fields under the names that this API gives them.
 NAMES = {
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
@@ -47,7 +47,7 @@ NAMES = {
 }
 
 
-# What is nested in the tools of chats, and is not here.
+# Paths that are nested in the tools of chats and flat here.
 _NESTED = re.compile(r"\b(tools\[\d+\]|tool_choice)\.function\b(?=\.)")
 
 
@@ -97,7 +97,7 @@ class ReasoningOptions(Request):
 
 
 class TextOptions(Request):
-    """What the text of the answer is."""
+    """Format of the answer's text."""
 
     unserved = RESPONSE_TEXT_FIELDS
 
@@ -191,7 +191,7 @@ def chat_of(request: ResponsesRequest) -> ChatRequest:
 
 
 def renamed(error: ApiError) -> ApiError:
-    """What is wrong with the chat, told of the response's fields."""
+    """The chat's error under the names of the response's fields."""
     message, param = error.message, error.param or ""
     for ours, theirs in NAMES.items():
         message = re.sub(rf"`{re.escape(ours)}(?=[`.[])", f"`{theirs}", message)

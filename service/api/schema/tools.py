@@ -15,9 +15,10 @@ from service.grammars.json_size import least_chars
 
 # OpenAI's figure.
 MAX_TOOLS = 128
-# Of all definitions together, as JSON: the template writes them into the prompt, and grammars are made of them.
+# Characters of all definitions together, as JSON: the template writes them into the prompt, and grammars are made of
+# them.
 MAX_TOOLS_CHARS = 1 << 18
-# Of a tool's parameters.
+# Depth of a tool's parameters.
 MAX_SCHEMA_DEPTH = 64
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
@@ -26,7 +27,7 @@ _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 
 
 class FunctionDefinition(Request):
-    """What a tool is called with."""
+    """Definition of a function: its name, description and parameters."""
 
     unserved = TOOL_FIELDS
 
@@ -113,7 +114,7 @@ class AllowedToolsChoice(Request):
 
     @property
     def names(self) -> set[str]:
-        """Of the tools that may be called."""
+        """Names of the tools that may be called."""
         return {tool.function.name for tool in self.allowed_tools.tools}
 
 
@@ -134,7 +135,7 @@ ToolChoice = Annotated[
 # In pydantic's paths, as above.
 TOOL_TAGS = ("function tool", "other tool")
 _TYPE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
-# What only a function has: a tool with one of these is one, whatever type it says.
+# Keys that only a function has: a tool with one of these is a function, whatever type it names.
 _OF_FUNCTIONS = ("function", "parameters")
 
 

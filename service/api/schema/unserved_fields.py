@@ -32,7 +32,7 @@ class UnservedField:
 
     @property
     def refusal(self) -> str:
-        """What a client is told that asks for it."""
+        """The sentence for a client that asks for it."""
         return f"`{self.name}` is not supported by this server; {self.advice}."
 
     @property
@@ -65,9 +65,9 @@ def _table(*groups: Iterable[UnservedField]) -> dict[str, UnservedField]:
 _CHAT = "send it to /v1/chat/completions"
 _TEMPLATE = "send what the chat template takes in `chat_template_kwargs`"
 
-# Of completions and chat completions. A field that one of them serves and the other does not is in the one's schema.
+# Fields of completions and chat completions. A field that only one of them serves is in that one's schema.
 GENERATION_FIELDS = _table(
-    # Who asks and what for, and where to look for what was computed before: nothing is kept between requests here.
+    # Caller, purpose and cache keys: nothing is kept between requests here.
     _inert("user", "metadata", "store", "service_tier", "safety_identifier"),
     _inert("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_salt"),
     _inert("request_id", "rid", "session_id", "extra_key", "custom_labels"),
@@ -90,7 +90,7 @@ GENERATION_FIELDS = _table(
     _refused("include_reasoning", "separate_reasoning", neutral=(True,), advice=_CHAT),
     _refused("enable_thinking", neutral=(False,), advice=_CHAT),
     _refused("stream_reasoning", neutral=(True,)),
-    # What else there may be besides text, and OpenAI's services around the model.
+    # Modalities beside text, and OpenAI's services around the model.
     _refused("modalities", neutral=([], ["text"])),
     _refused("verbosity", neutral=("medium",), advice="ask for the length in the prompt"),
     _refused("audio", "prediction", "web_search_options", "moderation", "access_programs"),
@@ -114,7 +114,7 @@ GENERATION_FIELDS = _table(
     _refused("suffix", neutral=("",), advice="put what is to come after the answer into the prompt"),
     _refused("prompt_embeds", "input_ids", neutral=([],), advice="send token ids as `prompt` to /v1/completions"),
     _refused("session_params", neutral=({},), advice="send the whole conversation"),
-    # What chats call otherwise.
+    # Names that only chats use.
     _refused("max_completion_tokens", advice="send `max_tokens`"),
     _refused("top_logprobs", neutral=(0,), advice="send `logprobs`, which is their number in completions"),
     # How the answer is written.
@@ -135,15 +135,15 @@ GENERATION_FIELDS = _table(
     _refused("routed_dp_rank", "disagg_prefill_dp_rank", "data_parallel_rank"),
 )
 
-# Of /tokenize, which vLLM's clients send what would be a chat.
+# Fields of /tokenize, to which vLLM's clients send a chat's fields.
 TOKENIZE_FIELDS = {
     name: GENERATION_FIELDS[name] for name in ("chat_template", "mm_processor_kwargs", "media_io_kwargs", "documents")
 }
-# Of `structured_outputs`.
+# Fields of `structured_outputs`.
 STRUCTURED_OUTPUT_FIELDS = _table(
     _refused("disable_fallback", neutral=(True, False)),
 )
-# Of responses: those of chats, and what needs a server that keeps something.
+# Fields of responses: a chat's, and those that need a server which stores something.
 RESPONSE_FIELDS = GENERATION_FIELDS | _table(
     _refused("previous_response_id", "conversation", advice="send the whole conversation as `input`"),
     _refused("prompt", advice="send `input`"),
@@ -154,7 +154,7 @@ RESPONSE_FIELDS = GENERATION_FIELDS | _table(
     _refused("image"),
     _refused("enable_response_messages", neutral=(False,)),
     _refused("previous_input_messages", neutral=([],), advice="send the whole conversation as `input`"),
-    # What chats call otherwise, or can do and responses cannot.
+    # Fields that chats name otherwise, or serve and responses do not.
     _refused("messages", advice="send `input`"),
     _refused("max_tokens", "max_completion_tokens", advice="send `max_output_tokens`"),
     _refused("response_format", advice="send `text.format`"),
@@ -167,7 +167,7 @@ RESPONSE_FIELDS = GENERATION_FIELDS | _table(
     _refused("prompt_logprobs", "truncate_prompt_tokens", advice=_CHAT),
     _refused("truncation_side", neutral=("left",), advice=_CHAT),
 )
-# Of embeddings.
+# Fields of embeddings.
 EMBEDDING_FIELDS = _table(
     _inert("user", "request_id", "rid", "cache_salt"),
     _refused("priority", neutral=(0,)),
@@ -181,9 +181,9 @@ RESPONSE_REASONING_FIELDS = _table(
     _refused("mode", neutral=("standard",)),
 )
 RESPONSE_TEXT_FIELDS = _table(_refused("verbosity", neutral=("medium",), advice="ask for the length in the input"))
-# Of `stream_options`. Obfuscation pads chunks against those who watch their sizes; the field turns it off or on.
+# Fields of `stream_options`. Obfuscation pads chunks against those who watch their sizes; the field turns it off or on.
 STREAM_FIELDS = _table(_inert("include_obfuscation"))
-# Of a tool's definition.
+# Fields of a tool's definition.
 TOOL_FIELDS = _table(
     # Where a prompt may be cut for a cache of the client's own.
     _inert("cache_control"),

@@ -57,8 +57,8 @@ class Sent(NamedTuple):
 
 
 def visible_to(visibility: str | None, shared_with: str | None) -> tuple[Visibility | None, tuple[str, ...]]:
-    """Who may use a name, from two texts: one of VISIBILITIES, and for "shared" the tenants, with commas between them.
-    BadRequest for what does not fit."""
+    """Parse the tenants that may use a name from two texts: one of VISIBILITIES, and for "shared" the tenants separated
+    by commas. BadRequest for an invalid combination."""
     if visibility is not None and visibility not in VISIBILITIES:
         raise BadRequest(f"`visibility` must be one of {', '.join(VISIBILITIES)}.", param="visibility")
     tenants = tuple(dict.fromkeys(one.strip() for one in (shared_with or "").split(",") if one.strip()))
@@ -209,7 +209,7 @@ async def in_upload_thread(work: Callable[..., _Result], *arguments: Any, **name
 
 
 class UploadQuery(BaseModel, extra="forbid"):
-    """What an upload may ask for in its address."""
+    """Query parameters of an upload."""
 
     probe: bool = Field(
         False,

@@ -11,7 +11,7 @@ from adapters.quota import ClientQuota
 from service.api.errors import QueueFull
 from service.fairness.client_identity import CLIENT
 
-# What an upload has to bring while others want its place.
+# Least speed of an upload while others want its slot.
 MIN_BYTES_PER_SECOND = 1 << 16
 # Over so long a wait for its client; the time in which the server writes or checks what came does not count.
 WINDOW_SECONDS = 30.0

@@ -1,4 +1,4 @@
-"""What a tool call is, and the parts of a parser that all formats have in common."""
+"""The tool call, and the parts that parsers of all formats share."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Arguments:
 Tools = Mapping[str, Mapping[str, Any]]
 # A text that comes at once is read in pieces, so that what is held outside of calls stays short.
 _PIECE_CHARS = 1 << 12
-# What a parser finds: text that is none of a call, a call, or a part of one.
+# A parser's result: text that is none of a call, a call, or a part of one.
 Found = str | Call | Begun | Arguments
 
 
@@ -74,7 +74,7 @@ class CallParser(ABC):
         return found
 
     def _look(self) -> list[Found]:
-        """What is certain of what is held."""
+        """The certain parts of the held text."""
         found: list[Found] = []
         while self._held:
             if not self._inside:
@@ -97,7 +97,7 @@ class CallParser(ABC):
         return found
 
     def finish(self, *, is_cut: bool = False) -> list[Found]:
-        """What was kept back, once no more can come. `is_cut`: though the model had not ended."""
+        """The withheld rest, once the text has ended. `is_cut`: it ended before the model had."""
         text, self._held = self._held, ""
         if not text:
             return []
@@ -119,7 +119,7 @@ class CallParser(ABC):
         return self._given()
 
     def _given(self) -> list[Found]:
-        """What waited, which waits no longer."""
+        """The waiting parts, which are removed."""
         found, self._waiting = self._waiting, []
         return found if self._in_pieces else _joined(found)
 
@@ -138,7 +138,8 @@ class CallParser(ABC):
 
     @abstractmethod
     def _make_feed(self) -> Feed | None:
-        """What reads the call that begins what is held; None if that is not certain yet, or none does."""
+        """The streaming parser of the call that begins the held text; None if that is not certain yet, or there is
+        none."""
 
     @abstractmethod
     def _calls(self, text: str, *, is_cut: bool) -> list[Call] | None:

@@ -16,7 +16,7 @@ from service.text.calls.call_parser import Arguments, Begun, Call, Found
 from service.text.calls.json_reader import JsonReader
 from service.text.calls.json_text import is_object
 
-# What stands before the arguments of a call is looked at again with every piece of it, until it is as long as this.
+# Most characters before a call's arguments that are parsed again with every new part of them.
 MAX_HEAD_CHARS = 1024
 
 
@@ -35,7 +35,7 @@ class Feed(ABC):
         self._mark, self._named, self._tools = mark, named, tools
 
     def push(self, held: str) -> list[Found]:
-        """What became certain; `held` is what it was, with more behind it."""
+        """The parts that are certain now; `held` is the earlier text, with more behind it."""
         found: list[Found] = []
         while (grown := self._grow(held)) is not None:
             found += self._noted(grown)
@@ -44,7 +44,7 @@ class Feed(ABC):
     def finish(
         self, text: str, calls_of: Callable[[str], Sequence[Call] | None], *, ends_answer: bool, is_cut: bool
     ) -> list[Found]:
-        """What of the whole text was not given out yet.
+        """The parts of the whole text that were not emitted yet.
 
         calls_of     its calls in spellings that a feed does not read, None if there are none
         ends_answer  whether no mark ended it

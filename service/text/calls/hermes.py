@@ -65,7 +65,7 @@ class JsonScanner:
 
 
 def json_feed(tools: Container[str]) -> JsonFeed:
-    """What reads one text between marks."""
+    """The streaming parser of one text between marks."""
     return JsonFeed(END, _NAMED, tools, _HEAD, _FOLLOWING)
 
 

@@ -8,7 +8,7 @@ import re
 _PLAIN_TEXT = re.compile(r'[^"\\\x00-\x1f]+')
 _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
 _PART_OF_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?\Z")
-# What neither opens nor closes nor is a word, nor begins a mark.
+# Characters that neither open nor close anything, are no word, and begin no mark.
 _PLAIN = re.compile(r'[^"\[\]{},;<A-Za-z_]+')
 _MAX_WORD_CHARS = len("False")
 _WORD = re.compile(rf"[A-Za-z_]{{1,{_MAX_WORD_CHARS + 1}}}")
@@ -42,7 +42,8 @@ class JsonReader:
         return None if self._is_text else "".join(reversed(self._open))
 
     def read(self, held: str, *, is_all: bool = False) -> str:
-        """What became certain, as JSON. `held` is what it was, with more behind it; `is_all`: no more comes."""
+        """The part that is certain now, as JSON. `held` is the earlier text, with more behind it; `is_all`: no more
+        comes."""
         read: list[str] = []
         while not self.is_over and self.at < len(held):
             found = self._read_text(held, is_all) if self._is_text else self._read_structure(held, is_all)

@@ -20,7 +20,7 @@ _FOLLOWING = re.compile(BETWEEN + head())
 
 
 class MistralParser(CallParser):
-    """What follows a mark: a list of calls, one call, or a name with its arguments."""
+    """Parses the text behind a mark: a list of calls, one call, or a name with its arguments."""
 
     def _find_start(self, held: str) -> tuple[int, bool]:
         return find_mark(held, START)

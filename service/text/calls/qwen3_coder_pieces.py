@@ -37,7 +37,7 @@ class XmlFeed(Feed):
         self._schemas, self._is_bare = tools, is_bare
         self._kinds_of = Kinds({})
         self._names: set[str] = set()
-        # Of the parameter whose value comes next.
+        # Name of the parameter whose value comes next.
         self._key: str | None = None
         self._kinds, self._listed = frozenset[str](), _NOTHING_LISTED
         self._is_text = self._has_begun = False
@@ -116,7 +116,7 @@ class XmlFeed(Feed):
         return [*self._valued(rest[: ends.start()]), Arguments(self._close())]
 
     def _part(self, value: str) -> str:
-        """Of a value that is cut off, what there is. The last line break belongs to the mark."""
+        """The present part of a value that is cut off. The last line break belongs to the mark."""
         value = value.removesuffix("\n")
         if self._is_text:
             return self._member(json.dumps(value, ensure_ascii=False)[1:-1])

@@ -1,4 +1,4 @@
-"""What kinds of JSON a tool's parameter may be, as far as its schema says so plainly."""
+"""JSON types of a tool's parameter, as far as its schema states them plainly."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Listed = Sequence[Sequence[Any]]
 # schema has alternatives without end.
 _MAX_PARTS = 256
 _REFERENCE = "#/"
-# What a schema without a type holds for one of them.
+# Keys of a schema without a type that imply one.
 _IMPLIED = {"properties": "object", "items": "array"}
 _KINDS = {
     type(None): "null",
@@ -98,7 +98,7 @@ class Kinds:
         implied = {kind for key, kind in _IMPLIED.items() if key in value}
         if implied or not isinstance(value.get("allOf"), list):
             return frozenset(implied), []
-        # Of parts that all hold, the first one that says it.
+        # The first part of `allOf` that states a type.
         return frozenset(), next(([part] for part in value["allOf"][:_MAX_PARTS] if any(self._look(part))), [])
 
     def _of_enum(self, value: Schema) -> frozenset[str]:
@@ -108,7 +108,7 @@ class Kinds:
         return known
 
     def _at(self, reference: Any) -> Any:
-        """What a reference into the schema itself names, None if it names nothing there."""
+        """The target of a reference into the schema itself, None if there is none."""
         if not isinstance(reference, str) or not reference.startswith(_REFERENCE):
             return None
         if reference not in self._named:

@@ -19,13 +19,13 @@ NAMED = re.compile(r"\s*<function=\s*(?P<name>[^>\s]+)\s*>\s*")
 OPENING = re.compile(rf"{NAMED.pattern}(?={PARAMETER}|{END_OF_FUNCTION})")
 PARAMETER_HEAD = re.compile(r"\s*<parameter=(?P<key>[^>\n]+)>")
 CLOSING = re.compile(r"\s*</function>\s*")
-# What a model writes for them where a value may be one.
+# Words that models write for null, true and false.
 _WORDS = {"null": "null", "none": "null", "true": "true", "false": "false"}
 
 
 def json_of_value(text: str, kinds: frozenset[str], listed: Listed = ()) -> str:
-    """What a parameter's text means, as JSON: one of the values that are listed, or a value of the kinds that it may
-    have, in JSON's spelling or Python's; else the text itself.
+    """A parameter's text as JSON: a listed value, or a value of the allowed kinds in JSON's spelling or Python's; else
+    the text itself.
 
     kinds   JSON schema's names of them; empty: any
     listed  those that the schema lists
@@ -44,7 +44,7 @@ def json_of_value(text: str, kinds: frozenset[str], listed: Listed = ()) -> str:
         kind = kind_of(one)
         if not kinds or kind in kinds:
             return one
-    # What is of no kind that it may have stays what it is.
+    # A value of none of the allowed kinds stays as it is.
     plain = next((one for one in spelt if kind_of(one) is not None), None)
     return as_text if plain is None or "string" in kinds else plain
 
