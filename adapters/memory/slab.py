@@ -130,11 +130,6 @@ class Arena:
     def give_back(self, slab: torch.Tensor) -> None:
         self._returned.append(slab.data_ptr())
 
-    @property
-    def num_free_bytes(self) -> int:
-        """Free bytes, as known to the thread that allocates."""
-        return self._pages.num_free * ALIGNMENT_BYTES
-
     def check_integrity(self) -> None:
         self._pages.check_integrity()
 
