@@ -21,8 +21,7 @@ import msgspec
 from adapters.errors import Damaged, NotFound, StoreBusy
 from adapters.files.durable_files import delete, refuse_shortage, remove, sync_directory, sync_renamed, write_synced
 from adapters.files.manifest import UNREADABLE, Manifest, Summary
-from adapters.files.name_files import decode_name, is_ours
-from adapters.files.name_versions import NameRecord, uses
+from adapters.files.name_versions import NameRecord, decode_name, is_ours, uses
 from adapters.files.paths import (
     CONFIG_FILE,
     DEFAULT_TEMPLATE,

@@ -17,7 +17,7 @@ from typing import Literal
 import msgspec
 
 from adapters.errors import Conflict, NotFound, Stale
-from adapters.files.paths import without_root
+from adapters.files.paths import DIGEST, is_name, without_root
 
 Visibility = Literal["private", "shared", "public"]
 
@@ -269,3 +269,18 @@ def _is_meant(version: Version, selector: str) -> bool:
         return version.number == int(selector)
     start = _DIGEST_START.fullmatch(selector)
     return start is not None and version.digest.startswith(start.group(1))
+
+
+def decode_name(data: bytes) -> NameRecord:
+    """The record in the bytes of a name's file. Raises UNREADABLE."""
+    return msgspec.json.decode(data, type=NameRecord)
+
+
+def is_ours(name: str, record: NameRecord) -> bool:
+    numbers = [version.number for version in record.versions]
+    return (
+        is_name(name, record.owner)
+        and bool(numbers)
+        and numbers == sorted(set(numbers))
+        and all(DIGEST.fullmatch(version.digest) for version in record.versions)
+    )

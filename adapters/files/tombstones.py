@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from adapters.files.durable_files import refuse_shortage, sync_renamed, write_synced
-from adapters.files.name_files import decode_name
+from adapters.files.name_versions import decode_name
 
 MAX_FILES = 4096
 # No name begins with a dot.

@@ -1032,13 +1032,15 @@ def test_damaged_files_of_names_stop_no_start(tmp_path: Path, caplog: pytest.Log
     store.close()
     (names / "broken").write_bytes(b"{")
     (names / "flipped").write_bytes(b'{"digest": "\xff"}')
-    (names / "evil").write_text(json.dumps({"digest": "../../x", "created_at_seconds": 1.0}))
+    evil = {"number": 1, "digest": "../../x", "created_at_seconds": 1.0}
+    (names / "evil").write_text(json.dumps({"versions": [evil]}))
     (names / "directory").mkdir()
     os.mkfifo(names / "fifo")
     (names.parent / "adapters" / lost.digest / "manifest.json").unlink()
     store = AdapterStore(tmp_path / "store", LAYOUT, LIMITS, base_name="base")
     assert tuple(store.each()) == (record,)
     assert "broken" in caplog.text
+    assert "names/evil is ignored: not a name of this store" in caplog.text
     assert "directory" in caplog.text
     assert "fifo" in caplog.text
     assert "lost" in caplog.text

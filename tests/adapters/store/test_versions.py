@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -37,7 +36,6 @@ from tests.support.adapter_files import (
     safetensors_bytes,
     small_layout,
     upload_bytes,
-    upload_small,
 )
 
 LAYOUT = small_layout()
@@ -243,20 +241,6 @@ def test_only_its_owner_s_names_may_have_an_owner_s_prefix(store: AdapterStore) 
             put_version(store, LAYOUT, name, 1, owner=owner)
     put_version(store, LAYOUT, "acme/mine", 1, owner="acme")
     put_version(store, LAYOUT, "history", 1)
-
-
-def test_a_store_from_before_versions_is_read_as_it_is(tmp_path: Path) -> None:
-    store = opened(tmp_path)
-    record, _ = upload_small(store, LAYOUT, "old.one")
-    path = store.path_of(record.digest).parent.parent / "names" / "old.one"
-    store.close()
-    path.write_text(json.dumps({"digest": record.digest, "created_at_seconds": 12.5}))
-    store = opened(tmp_path)
-    assert store.get("old.one").manifest == record.manifest
-    assert store.versions("old.one").versions == (Version(1, record.digest, 12.5),)
-    assert put_version(store, LAYOUT, "old.one", 9)[0].version.number == 2
-    store.check_integrity()
-    store.close()
 
 
 def test_a_version_whose_files_are_missing_hides_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
