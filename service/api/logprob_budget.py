@@ -13,14 +13,14 @@ def logprob_shares(most_of_one: int) -> ClientQuota:
 
 
 class LogprobBudget:
-    """Those of one request; they are who pays for it who makes it."""
+    """One request's log probabilities in memory, charged to the client of the request that creates it."""
 
     def __init__(self, shares: ClientQuota) -> None:
         self._shares, self._client = shares, CLIENT.get()
         self._num_held = 0
 
     def take(self, count: int) -> None:
-        """So many more are about to be kept. QueueFull if the client may not have them."""
+        """Charge `count` more. QueueFull if the client may not hold them."""
         if not self._shares.acquire(self._client, count):
             raise QueueFull(
                 f"Answers that are not sent yet hold {self._shares.num_held} log probabilities, of which you have "
@@ -32,11 +32,11 @@ class LogprobBudget:
         self._num_held += count
 
     def give_back(self, count: int) -> None:
-        """So many are gone, if they are not released yet."""
+        """Refund `count`, unless all are released already."""
         count = min(count, self._num_held)
         self._num_held -= count
         self._shares.release(self._client, count)
 
     def release(self) -> None:
-        """All are gone; once is enough, more does nothing."""
+        """Refund everything; further calls do nothing."""
         self.give_back(self._num_held)

@@ -15,7 +15,8 @@ _REST_SECONDS = 60.0
 
 
 def own_engines(settings: Settings) -> EngineClient | Engines:
-    """None is started. Of several each sees one device: of those that this process may use, the next one."""
+    """Build the engine clients without starting them. Each of several sees one device: the next of those that this
+    process may use."""
     options = settings.engine_options()
     if settings.replicas == 1:
         return EngineClient(options)

@@ -100,7 +100,7 @@ class Namespace:
 
     @property
     def viewer(self) -> Viewer:
-        """For listings."""
+        """The caller as listings filter by it."""
         return Viewer(self._tenant.name, self._owner, self._is_admin, f"{DEFAULT}/" if self._owner else "")
 
     # ---- what may be changed

@@ -111,7 +111,7 @@ async def take_upload(
 
 
 def audit_change(request: Request, event: str, record: AdapterRecord, **fields: Any) -> None:
-    """A line about what was made of a name, and by whom."""
+    """Write the audit line of a change: the name, its new version and the key that changed it."""
     caller = caller_of(request)
     audit(
         event,

@@ -32,7 +32,8 @@ class ConnectionShares:
         self._num_of_tenant: Counter[str] = Counter()
 
     def open(self, address: str) -> str | None:
-        """A connection from there is opened: whose share it is of, for `close`; None for one too many."""
+        """Count a connection from an address. Returns the network that it counts for, as `close` takes it; None for one
+        too many."""
         network = "" if self._is_proxy(address) else network_of(address)
         has_share = network and not _is_loopback(address)
         if self._num >= self.most or (has_share and self._num_from[network] >= self._most_of_one):
@@ -42,7 +43,7 @@ class ConnectionShares:
         return network
 
     def close(self, network: str, tenant: str) -> None:
-        """One that was opened is closed; `tenant` as in `belong`."""
+        """Count a closed connection down; `tenant` as in `belong`."""
         self._num -= 1
         _count_down(self._num_from, network)
         _count_down(self._num_of_tenant, tenant)

@@ -18,7 +18,7 @@ DONE = b"data: [DONE]\n\n"
 
 
 def encode_event(data: Any) -> bytes:
-    """One event."""
+    """Encode one server-sent event."""
     return b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
