@@ -27,10 +27,10 @@ class _Gate:
 
 
 def test_work_is_done_in_order_and_the_thread_ends() -> None:
-    brief, gate, done = TransientThread("brief"), _Gate(), list[int]()
-    brief.submit(gate)
+    worker, gate, done = TransientThread("worker"), _Gate(), list[int]()
+    worker.submit(gate)
     for number in range(100):
-        brief.submit(lambda number=number: done.append(number))  # type: ignore[misc]
+        worker.submit(lambda number=number: done.append(number))  # type: ignore[misc]
     assert gate.begun.wait(LIMIT_SECONDS)
     gate.go.set()
     gate.thread.join(LIMIT_SECONDS)
@@ -38,13 +38,13 @@ def test_work_is_done_in_order_and_the_thread_ends() -> None:
     assert done == list(range(100))
     later = _Gate()
     later.go.set()
-    brief.submit(later)
+    worker.submit(later)
     assert later.begun.wait(LIMIT_SECONDS)
     assert later.thread is not gate.thread
 
 
 def test_without_a_thread_nothing_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    brief, done, later = TransientThread("brief"), list[int](), _Gate()
+    worker, done, later = TransientThread("worker"), list[int](), _Gate()
 
     def refuse(_thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -52,22 +52,22 @@ def test_without_a_thread_nothing_is_taken(monkeypatch: pytest.MonkeyPatch) -> N
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refuse)
         with pytest.raises(RuntimeError, match="new thread"):
-            brief.submit(lambda: done.append(1))
+            worker.submit(lambda: done.append(1))
     later.go.set()
-    brief.submit(later)
+    worker.submit(later)
     assert later.begun.wait(LIMIT_SECONDS)
-    brief.close()
+    worker.close()
     assert done == []
 
 
 def test_closing_drops_what_has_not_begun_and_waits_for_what_has() -> None:
-    brief, gate, done = TransientThread("brief"), _Gate(), list[int]()
-    brief.submit(gate)
+    worker, gate, done = TransientThread("worker"), _Gate(), list[int]()
+    worker.submit(gate)
     dropped = weakref.ref(work := functools.partial(done.append, 1))
-    brief.submit(work)
+    worker.submit(work)
     del work
     assert gate.begun.wait(LIMIT_SECONDS)
-    closer = threading.Thread(target=brief.close)
+    closer = threading.Thread(target=worker.close)
     closer.start()
     wait_for(lambda: dropped() is None, "the queue to be empty")
     assert closer.is_alive()
@@ -80,9 +80,9 @@ def test_closing_drops_what_has_not_begun_and_waits_for_what_has() -> None:
 
 def test_a_stack_of_its_own_is_nobody_elses() -> None:
     usual = threading.stack_size()
-    brief, gate = TransientThread("brief", stack_bytes=1 << 25), _Gate()
+    worker, gate = TransientThread("worker", stack_bytes=1 << 25), _Gate()
     gate.go.set()
-    brief.submit(gate)
+    worker.submit(gate)
     assert gate.begun.wait(LIMIT_SECONDS)
     assert threading.stack_size() == usual
-    brief.close()
+    worker.close()
