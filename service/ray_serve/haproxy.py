@@ -38,9 +38,9 @@ ENVIRONMENT = {
 # `infer`.
 REPEATABLE_PATHS = (
     "/v1/chat/completions",
+    "/v1/chat/completions/batch",
     "/v1/completions",
     "/v1/completions/batch",
-    "/v1/chat/completions/batch",
     "/v1/responses",
     "/v1/embeddings",
     "/tokenize",

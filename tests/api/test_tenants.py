@@ -126,7 +126,7 @@ class TestScopes:
             need = "any" if route is None else route.need
             if template in ("/docs", "/openapi.json", "/version"):
                 need = "open"
-            elif template == "/metrics":
+            elif template in ("/metrics", "/load"):
                 need = "admin"
             for headers in ({}, bearer("wrong"), {"Authorization": "Bearer"}, {"Authorization": "Basic cmVhZGVy"}):
                 status = keyed.ask(method, path, headers).status_code
