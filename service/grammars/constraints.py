@@ -104,7 +104,7 @@ def tag_constraint(tag: Any, *, closes_objects: bool = True) -> Constraint:
         parsed = _with_closed_schemas(parsed)
     for one in objects_of(parsed):
         _refuse_counted_names(one)
-    return _bounded(Constraint("structural_tag", json.dumps(parsed, ensure_ascii=False)))
+    return _bounded(Constraint("structural_tag", json.dumps(parsed, ensure_ascii=False, separators=(",", ":"))))
 
 
 def closed_schema(schema: Any) -> Any:

@@ -87,7 +87,7 @@ TRAINERS: dict[str, tuple[dict[str, Any], str, tuple[str, ...]]] = {
             "lora_dropout": 0,
         },
         "base_model.model.",
-        ("README.md", "special_tokens_map.json"),
+        ("README.md", "trainer_state.json"),
     ),
     "LLaMA-Factory": (
         {"init_lora_weights": True, "lora_dropout": 0.0},

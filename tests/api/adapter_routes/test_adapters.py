@@ -255,6 +255,7 @@ class TestRefusals:
             told = server.get(f"/v1/adapters/{one['name']}").json()
             assert told.pop("modules")
             assert told.pop("notes") is not None
+            assert told.pop("eos_token_ids") == []
             assert told == one
 
     def test_nothing_of_a_refused_upload_stays(self, server: Server) -> None:
