@@ -22,7 +22,7 @@ pytestmark = pytest.mark.wide
     "chosen",
     [
         ["tests/clients/test_clients.py::test_openai[1]"],
-        [f"tests/api/{name}.py" for name in ("test_bad_requests", "test_bad_tools", "test_bad_constraints")]
+        [f"tests/api/schema/{name}.py" for name in ("test_bad_requests", "test_bad_tools", "test_bad_constraints")]
         + [
             f"tests/api/http/test_connections.py::{name}"
             for name in ("TestFraming", "TestHeads", "TestPipelining", "TestTime")
