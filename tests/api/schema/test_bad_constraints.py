@@ -93,7 +93,7 @@ _PLAIN: tuple[dict[str, Any], ...] = (
     {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}},
     {"structured_outputs": {"json": {}, "whitespace_pattern": "("}},
     {"structured_outputs": {"json": {}, "whitespace_pattern": "a" * 1000}},
-    {"structured_outputs": {"json": {}, "disable_additional_properties": True}},
+    {"structured_outputs": {"json": {}, "disable_additional_properties": []}},
     {"structured_outputs": {"json": "{"}},
     {"structured_outputs": {"json": "[" * 100_000}},
     {"structured_outputs": {"json": "3"}},
