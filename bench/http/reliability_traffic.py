@@ -1,4 +1,4 @@
-"""Who talks to the server in `bench.http.reliability`: clients that mean well, and one that means harm.
+"""Clients of the server in `bench.http.reliability`: several that mean well, and one that means harm.
 
     .venv/bin/python -m bench.http.reliability_traffic URL KEY FIRST SECONDS    # the hostile one, by itself
 

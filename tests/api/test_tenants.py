@@ -365,7 +365,7 @@ class TestSecrets:
         assert "given" not in keyed.names(tenant)
 
     def test_a_name_may_have_a_slash_of_its_own(self, keyed: Keyed, checkpoints: Checkpoints) -> None:
-        """What might be another tenant's is one's own, whether there is such a tenant or not, and stays so."""
+        """A name that might be another tenant's is one's own, whether there is such a tenant or not, and stays so."""
         mill, lake = keyed.key("mill"), keyed.key("lake")
 
         def content(headers: dict[str, str], name: str) -> str:

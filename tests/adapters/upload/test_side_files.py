@@ -95,7 +95,7 @@ BASE = BaseText(
 
 
 def read(template: str | None = None, **files: Any) -> AdapterText:
-    """Of an adapter of a base with a vocabulary of 10; `files` by role, parsed."""
+    """The end tokens of an adapter on a base with a vocabulary of 10; `files` by role, parsed."""
     made = {role: json.dumps(content).encode() for role, content in files.items()}
     if template is not None:
         made["template"] = template.encode()

@@ -185,7 +185,7 @@ def test_named_templates_of_a_base_are_chosen_as_transformers_chooses(checkpoint
 
 
 class TestEnds:
-    """Of answers whose most likely token is always the adapter's end token, which is none of the base's."""
+    """Answers whose most likely token is always the adapter's end token, which is none of the base's."""
 
     @pytest.fixture
     def name(self, save: Save, send: Callable[..., dict[str, Any]]) -> str:

@@ -95,7 +95,7 @@ def make_maps(step: Step, first_rows: Sequence[int]) -> LoraMaps:
 
 
 def places_of(step: Step) -> list[int]:
-    """Of each segment a place with another number; one place more than there are segments is nobody's."""
+    """Each segment's place has another number; one place more than there are segments stays unused."""
     num = len(step.lengths)
     return [(i + 1 + num // 2) % (num + 1) for i in range(num)]
 

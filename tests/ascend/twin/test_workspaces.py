@@ -90,7 +90,7 @@ def test_steps_with_prompts_leave_the_workspace_to_the_allocator() -> None:
 
 
 def compared() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """What the first host's step says: workspaces, and faults."""
+    """The output of the first host's step: workspaces, and faults."""
     said = io.StringIO()
     shapes = ProbeShapes(dtype="float16", num_heads=NUM_HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, block_size=128)
     compare_workspaces(StepHost("cpu", {}, 60.0, said), in_use(CACHE.device), shapes)
