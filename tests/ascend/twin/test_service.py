@@ -201,8 +201,8 @@ def test_a_cache_is_as_large_as_fused_attention_takes_and_no_larger(tmp_path: Pa
     """Decided before the probe from all free memory: one block more, and the probe would find attention refused."""
     from kernels.paged_attention.npu import refuses
 
-    sizes = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 1 << 20}
-    model_dir = make_tiny_model("llama", tmp_path / "model", **sizes)
+    sizes: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64}
+    model_dir = make_tiny_model("llama", tmp_path / "model", max_position_embeddings=1 << 20, **sizes)
     options = EngineOptions(
         model_dir=str(model_dir),
         store_root=str(tmp_path),
