@@ -1,8 +1,9 @@
-"""KV blocks: which sequence holds which.
+"""KV blocks: which sequences hold which.
 
 Blocks are integers; the cache tensors live in `service.models.layers.caches`. Block 0 is the null block and is never
-handed out. A sequence opens an account under a key, extends it as it grows, and releases it as a whole; nothing else
-frees a block. Blocks end with the engine's process.
+handed out. A sequence opens an account under a key, extends it as it grows, and releases it as a whole. Blocks are
+counted by reference: an account may open with blocks that others hold, which it only reads, and a block is free when
+the last account that holds it is released. Blocks end with the engine's process.
 
 Blocks of one sequence are contiguous whenever there is room, so that a CPU attention can read keys and values as one
 view instead of gathering: opening an account *claims* a run as long as the sequence may ever become. A claim is only a
@@ -14,6 +15,7 @@ Cost per step: nothing for a sequence that stays within its last block; O(number
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -36,6 +38,7 @@ class BlockPool:
         self.num_blocks = num_blocks
         self._runs: list[tuple[int, int]] = [(1, num_blocks)]  # free and unclaimed, half-open, sorted, never adjacent
         self._accounts: dict[int, _Account] = {}
+        self._num_holders = [0] * num_blocks  # accounts that hold each block
         self._num_free = num_blocks - 1
 
     @property
@@ -52,12 +55,18 @@ class BlockPool:
     def num_used(self) -> int:
         return self.capacity - self._num_free
 
-    def open(self, key: int, expected: int) -> None:
-        """Open an account for a sequence that will need up to `expected` blocks. Takes nothing yet."""
+    def open(self, key: int, expected: int, shared: Sequence[int] = ()) -> None:
+        """Open an account for a sequence that will need up to `expected` blocks. Takes no free block yet.
+
+        shared  held blocks that it begins with, in its order
+        """
         assert key not in self._accounts, f"account {key} is open already"
-        account = _Account()
+        account = _Account([*shared], view=tuple(shared))
+        for block in shared:
+            assert self._num_holders[block], f"block {block} is held by nobody"
+            self._num_holders[block] += 1
         self._accounts[key] = account
-        self._claim(account, expected)
+        self._claim(account, expected - len(shared))
 
     def extend(self, key: int, total: int) -> bool:
         """Bring the account to `total` blocks. False, and nothing changed, if too few are free."""
@@ -68,11 +77,14 @@ class BlockPool:
         if need > self._num_free:
             return False
         self._num_free -= need
+        num_before = len(account.blocks)
         taken = min(need, account.claim_end - account.claim_start)
         account.blocks.extend(range(account.claim_start, account.claim_start + taken))
         account.claim_start += taken
         while len(account.blocks) < total:
             self._take_elsewhere(account, total)
+        for block in account.blocks[num_before:]:
+            self._num_holders[block] = 1
         account.view = tuple(account.blocks)
         return True
 
@@ -80,29 +92,41 @@ class BlockPool:
         """The account's blocks, in the order of the sequence."""
         return self._accounts[key].view
 
+    def num_held_alone(self, key: int) -> int:
+        """Blocks of the account that no other one holds, which its release would free."""
+        return sum(self._num_holders[block] == 1 for block in self._accounts[key].blocks)
+
     def release(self, key: int) -> None:
-        """Close the account; its blocks and its claim are free."""
+        """Close the account; its claim is free, and so are the blocks that no other account holds."""
         account = self._accounts.pop(key)
-        self._num_free += len(account.blocks)
+        freed = []
+        for block in account.blocks:
+            self._num_holders[block] -= 1
+            if not self._num_holders[block]:
+                freed.append(block)
+        self._num_free += len(freed)
         self._insert(account.claim_start, account.claim_end)
-        for start, end in _runs_of(sorted(account.blocks)):
+        for start, end in _runs_of(sorted(freed)):
             self._insert(start, end)
 
     def check_integrity(self) -> None:
-        """Every block but 0 is in exactly one of: a free run, a claim, an account; and the counts add up."""
+        """Every block but 0 is in exactly one of: a free run, a claim, accounts; and the counts add up."""
         seen: list[int] = []
         for start, end in self._runs:
             assert start < end, "empty run"
             seen.extend(range(start, end))
         assert all(a[1] < b[0] for a, b in pairwise(self._runs)), "runs unsorted or adjacent"
-        num_held = 0
+        num_holders = [0] * self.num_blocks
         for account in self._accounts.values():
             assert account.view == tuple(account.blocks), "stale view"
-            num_held += len(account.blocks)
-            seen.extend(account.blocks)
+            assert len(set(account.blocks)) == len(account.blocks), "a block twice in one account"
+            for block in account.blocks:
+                num_holders[block] += 1
             seen.extend(range(account.claim_start, account.claim_end))
-        assert sorted(seen) == list(range(1, self.num_blocks)), "blocks lost or held twice"
-        assert self._num_free == self.capacity - num_held, "free count is wrong"
+        assert self._num_holders == num_holders, "holders miscounted"
+        held = [block for block, number in enumerate(num_holders) if number]
+        assert sorted([*seen, *held]) == list(range(1, self.num_blocks)), "blocks lost, or free and held"
+        assert self._num_free == self.capacity - len(held), "free count is wrong"
 
     def _claim(self, account: _Account, wanted: int) -> None:
         """Claim the start of the shortest free run that is long enough, else of the longest."""

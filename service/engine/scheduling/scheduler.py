@@ -120,8 +120,8 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Slots, blocks and pins are held by running sequences only."""
         self.blocks.check_integrity()
-        held = sum(len(self.blocks.blocks(sequence.key)) for sequence in self.running)
-        assert held == self.blocks.num_used, "blocks held by a sequence that does not run"
+        held = {block for sequence in self.running for block in self.blocks.blocks(sequence.key)}
+        assert len(held) == self.blocks.num_used, "blocks held by a sequence that does not run"
         self.slots.check_integrity()
         assert self.slots.num_used == len(self.running), "slots held by a sequence that does not run"
         assert all(a.key < b.key for a, b in pairwise(self.running)), "not in order of arrival"
@@ -231,7 +231,7 @@ class Scheduler:
                 return False
             yielding.append(one)
             num_slots += 1
-            num_blocks -= len(self.blocks.blocks(one.key)) + self._blocks_missing(one)
+            num_blocks -= self.blocks.num_held_alone(one.key) + self._blocks_missing(one)
         for one in yielding:
             self.preempt(one)
         return True

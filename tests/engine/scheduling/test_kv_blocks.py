@@ -87,6 +87,29 @@ def test_an_account_cannot_be_opened_twice() -> None:
         pool.open(1, 2)
 
 
+def test_a_shared_block_is_free_when_its_last_account_is_released() -> None:
+    pool = BlockPool(9)
+    first = opened(pool, 1, expected=3, total=3)
+    pool.open(2, 5, first[:2])
+    assert pool.extend(2, 4)
+    assert pool.blocks(2)[:2] == first[:2]
+    assert pool.num_used == 5
+    assert (pool.num_held_alone(1), pool.num_held_alone(2)) == (1, 2)
+    pool.release(1)
+    pool.check_integrity()
+    assert pool.num_used == 4
+    assert not set(opened(pool, 3, expected=4, total=4)) & set(first[:2])
+    pool.release(2)
+    pool.check_integrity()
+    assert pool.num_used == 4
+
+
+def test_a_free_block_cannot_be_shared() -> None:
+    pool = BlockPool(4)
+    with pytest.raises(AssertionError, match="held by nobody"):
+        pool.open(1, 2, [3])
+
+
 @given(seed=st.integers(0, 2**32), num_blocks=st.integers(2, 40))
 @settings(max_examples=examples(60), deadline=None)
 def test_random_accounts_keep_the_books_straight(seed: int, num_blocks: int) -> None:
@@ -94,10 +117,14 @@ def test_random_accounts_keep_the_books_straight(seed: int, num_blocks: int) -> 
     pool = BlockPool(num_blocks)
     totals: dict[int, int] = {}
     for key in range(60):
-        match rng.choice(("open", "extend", "extend", "release")):
+        match rng.choice(("open", "share", "extend", "extend", "release")):
             case "open":
                 pool.open(key, rng.randint(0, num_blocks))
                 totals[key] = 0
+            case "share" if totals:
+                blocks = pool.blocks(rng.choice(list(totals)))
+                totals[key] = rng.randint(0, len(blocks))
+                pool.open(key, rng.randint(0, num_blocks), blocks[: totals[key]])
             case "extend" if totals:
                 chosen = rng.choice(list(totals))
                 wanted = totals[chosen] + rng.randint(0, 5)
@@ -113,4 +140,4 @@ def test_random_accounts_keep_the_books_straight(seed: int, num_blocks: int) -> 
             case _:
                 continue
         pool.check_integrity()
-        assert pool.num_used == sum(totals.values())
+        assert pool.num_used == len({block for one in totals for block in pool.blocks(one)})
