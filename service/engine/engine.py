@@ -12,8 +12,8 @@ device never waits for the host: one step is *in flight* between two calls of `s
 nothing goes wrong then:
 
 - All that a step reads and writes on the device happens in the order of the launches: copies of inputs, adapter loads,
-  moves of rows, resets of penalty counts, the model, the sampler, the copy of the result. Blocks, slots and rows that
-  are freed while a step in flight works with them are therefore rewritten after it, by whoever gets them next, and
+  moves of rows, resets of penalty counts, the model, the sampler, the copy of the result. Blocks, slots, lines and rows
+  that are freed while a step in flight works with them are therefore rewritten after it, by whoever gets them next, and
   what it writes there late is never read: a sequence reads what it has itself written, and counts that were reset.
 - What a step samples goes to the next one by slot, on the device (`request_table.py`). The host counts it, and looks at
   its value when the step is collected. A sequence that ends by its length is never scheduled again; one that turns out
@@ -105,10 +105,11 @@ class Engine:
             rows, host, loader, max_loads_ahead=config.max_loads_ahead, wake=self.wake.set
         )
         self.blocks = BlockPool(capacity.num_blocks)
-        self.slots = Slots(capacity.num_slots)
+        self.slots, self.lines = Slots(capacity.num_slots), Slots(capacity.num_lines)
         self.scheduler = Scheduler(
             self.blocks,
             self.slots,
+            self.lines,
             self.adapter_loads,
             block_size_tokens=config.block_size_tokens,
             token_budget=config.token_budget,
@@ -242,8 +243,8 @@ class Engine:
             num_running=len(self.scheduler.running),
             kv_blocks_used=self.blocks.num_used,
             kv_blocks_total=self.blocks.capacity,
-            state_lines_used=self.slots.num_used if has_states else 0,
-            state_lines_total=self.slots.capacity if has_states else 0,
+            state_lines_used=self.lines.num_used if has_states else 0,
+            state_lines_total=self.lines.capacity if has_states else 0,
             rows_used=usage.rows_used,
             rows_total=usage.rows_total,
             row_bytes_used=usage.bytes_used,

@@ -190,7 +190,8 @@ def run(served: Served, chunk_starts: list[dict[str, int]]) -> dict[str, torch.T
             tokens = served.prompts[name][starts[name] : ends[name]]
             first_rows = served.pool.first_rows(place) if place != BASE else ()
             slot = 1 + names.index(name)
-            chunks.append(ChunkInput(tokens, starts[name], slot, len(tokens), place, first_rows))
+            begins = starts[name] == 0
+            chunks.append(ChunkInput(tokens, starts[name], slot, len(tokens), slot, begins, place, first_rows))
         order = adapter_order(chunks)
         ordered = [chunks[i] for i in order]
         num_step_tokens = sum(len(chunk.token_ids) for chunk in ordered)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """The model and its caches in numbers. num_blocks and num_slots include the null block and the null slot.
+    """The model and its caches in numbers. num_blocks, num_slots and num_lines include the null one of each.
 
     max_blocks                        of one sequence
     num_groups, non_lora_groups           see `RowPlan.groups`, and where among them what is no row stands
@@ -47,6 +47,7 @@ class Capacity:
     num_blocks: int
     max_blocks: int
     num_slots: int
+    num_lines: int
     has_conv: bool
     num_groups: int
     has_length_limits: bool
@@ -110,7 +111,7 @@ class ModelRunner:
             loaded.spec,
             num_kv_blocks or self.capacity.num_blocks,
             config.block_size_tokens,
-            self.capacity.num_slots,
+            self.capacity.num_lines,
             loaded.dtype,
             loaded.device,
         )
@@ -258,6 +259,7 @@ def capacity_of(loaded: LoadedModel, config: EngineConfig, platform: Platform) -
         num_blocks=1 + num_blocks,
         max_blocks=-(-longest // config.block_size_tokens),
         num_slots=1 + num_slots,
+        num_lines=1 + num_slots,
         has_conv=spec.has_states,
         num_groups=len(loaded.layout.groups) + len(non_lora_groups),
         non_lora_groups=non_lora_groups,

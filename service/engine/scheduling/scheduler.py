@@ -1,6 +1,6 @@
 """Scheduler: the sequences of the next step, with the number of tokens of each.
 
-It owns waiting and running sequences and, through them, slots, blocks and pins on adapter rows: a running
+It owns waiting and running sequences and, through them, slots, lines, blocks and pins on adapter rows: a running
 sequence holds all of its own, a waiting one holds nothing. Freed on `remove` (ended, aborted) and on preemption, at
 once and completely, whether or not a launched step still works with them: see `engine.py` for why that is right.
 
@@ -43,6 +43,7 @@ def _count(chunk: ScheduledChunk) -> None:
     """The chunk will run: what it computes and samples is counted from now on."""
     sequence = chunk.sequence
     sequence.num_computed += chunk.num_tokens
+    sequence.has_begun = True
     sequence.num_prompt_logprobs += chunk.num_prompt_logits
     if chunk.samples and sequence.request.sampling.max_tokens > 0:
         sequence.num_in_flight += 1
@@ -55,6 +56,7 @@ class Scheduler:
         self,
         blocks: BlockPool,
         slots: Slots,
+        lines: Slots,
         adapter_loads: AdapterLoads,
         *,
         block_size_tokens: int,
@@ -65,6 +67,7 @@ class Scheduler:
     ) -> None:
         self.blocks = blocks
         self.slots = slots
+        self.lines = lines
         self.adapter_loads = adapter_loads
         self.running: list[Sequence] = []
         self.num_preemptions = 0
@@ -118,12 +121,14 @@ class Scheduler:
         return chunks
 
     def check_integrity(self) -> None:
-        """Slots, blocks and pins are held by running sequences only."""
+        """Slots, lines, blocks and pins are held by running sequences only."""
         self.blocks.check_integrity()
         held = {block for sequence in self.running for block in self.blocks.blocks(sequence.key)}
         assert len(held) == self.blocks.num_used, "blocks held by a sequence that does not run"
         self.slots.check_integrity()
+        self.lines.check_integrity()
         assert self.slots.num_used == len(self.running), "slots held by a sequence that does not run"
+        assert self.lines.num_used == len({one.line for one in self.running}), "lines held by others, or shared"
         assert all(a.key < b.key for a, b in pairwise(self.running)), "not in order of arrival"
         for sequence in self.running:
             covered = len(self.blocks.blocks(sequence.key)) * self._block_size
@@ -238,16 +243,18 @@ class Scheduler:
 
     def _start(self, sequence: Sequence) -> None:
         """The sequence runs from now on, its pin being taken already."""
-        sequence.slot = self.slots.take()
+        sequence.slot, sequence.line = self.slots.take(), self.lines.take()
+        sequence.has_begun = False
         self._queue.start(sequence)
         insort(self.running, sequence, key=age)
         self.blocks.open(sequence.key, self._blocks_for(sequence.max_total))
 
     def _stop(self, sequence: Sequence) -> None:
-        """Stop a running sequence: free its slot, blocks and pin."""
+        """Stop a running sequence: free its slot, line, blocks and pin."""
         self.running.remove(sequence)
         self.slots.release(sequence.slot)
-        sequence.slot = 0
+        self.lines.release(sequence.line)
+        sequence.slot = sequence.line = 0
         self.blocks.release(sequence.key)
         self._queue.stop(sequence)
         if sequence.adapter is not None:

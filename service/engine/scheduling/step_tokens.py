@@ -24,7 +24,7 @@ class StepTokens:
         if not sequence.num_prompt_logprobs_missing:
             samples = end == sequence.num_tokens
             self.num_left -= num_tokens
-            return ScheduledChunk(sequence, start, num_tokens, int(samples), samples)
+            return ScheduledChunk(sequence, start, num_tokens, int(samples), samples, not sequence.has_begun)
         # The logits of token i tell of prompt token i + 1; entry 0 has no logprob and is there from the start.
         first = sequence.num_prompt_logprobs
         first_row = max(start, first - 1)
@@ -36,4 +36,5 @@ class StepTokens:
         self._prompt_logits_left -= num_logits
         num_prompt_logits = min(num_logits, sequence.num_prompt - first)
         samples = end == sequence.num_tokens
-        return ScheduledChunk(sequence, start, end - start, num_logits, samples, first, num_prompt_logits)
+        begins = not sequence.has_begun
+        return ScheduledChunk(sequence, start, end - start, num_logits, samples, begins, first, num_prompt_logits)

@@ -32,7 +32,9 @@ class Sequence:
     seed           of its random stream, drawn by the engine where the request names none
     parameters     of its sampling, `kernels.sampling.parameter_rows.row_of`
     stop_ids       tokens that end it (stop_token_ids, and end-of-sequence unless ignored)
+    has_begun      a chunk of it was scheduled since it joined
     slot           of a running sequence, which so holds blocks and a pin too; 0 for a waiting one
+    line           its line of state, where the model has states; 0 for a waiting sequence
     num_prompt_logprobs  entries of `prompt_logprobs` that there are, or will be when the launched steps have run
     prompt_logprobs  of the prompt so far, entry 0 None; empty where not asked for
     prompt_logprobs_sent  the one message that carries them has gone out
@@ -52,7 +54,9 @@ class Sequence:
     num_prompt: int
     num_in_flight: int = 0
     num_computed: int = 0
+    has_begun: bool = False
     slot: int = 0
+    line: int = 0
     num_prompt_logprobs: int = 0
     prompt_logprobs: list[ScoredToken | None] = field(default_factory=list)
     prompt_logprobs_sent: bool = False
@@ -100,6 +104,7 @@ class Sequence:
 class ScheduledChunk:
     """A sequence's part of one step: its tokens [start, start + num_tokens), logits of the last `num_logits`.
 
+    begins             it is the first since the sequence joined: of what its slot and line hold, nothing is its own
     num_prompt_logits  of these logits tell of prompt tokens, from number `first_prompt_logprob` on
     samples            the last of these logits yields the sequence's next token
     """
@@ -109,6 +114,7 @@ class ScheduledChunk:
     num_tokens: int
     num_logits: int
     samples: bool
+    begins: bool
     first_prompt_logprob: int = 0
     num_prompt_logits: int = 0
 

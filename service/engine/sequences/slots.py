@@ -1,17 +1,17 @@
-"""Slots: which sequence holds which.
+"""Slots and lines: which sequence holds which.
 
-A running sequence owns one slot, a small integer that names all it has outside the KV blocks: its row of the request
-table (`request_table.py`), its line of convolution state, its penalty counts. Slot 0 is the null slot, which padding
-points at, and is never handed out. Nothing is cleared when a slot changes hands: a sequence's first step says "no
-initial state" in its maps. The scheduler acquires a slot when it admits a sequence and frees it when the sequence ends
-or is preempted. O(1).
+A running sequence owns one slot, a small integer that names its row of the request table (`request_table.py`) and its
+penalty counts, and one line, which names its convolution and delta-net states. Number 0 is the null slot and the null
+line, which padding points at, and is never handed out. Nothing is cleared when one changes hands: a sequence's first
+step says "no initial state" in its maps. The scheduler acquires both when it admits a sequence and frees them when the
+sequence ends or is preempted. O(1).
 """
 
 from __future__ import annotations
 
 
 class Slots:
-    """Slots 1 .. num_slots - 1."""
+    """Slots, or lines, 1 .. num_slots - 1."""
 
     def __init__(self, num_slots: int) -> None:
         assert num_slots >= 2, "the null slot and one more"

@@ -181,6 +181,8 @@ class StepLauncher:
             start=chunk.start,
             slot=sequence.slot,
             num_logits=chunk.num_logits,
+            line=sequence.line,
+            begins=chunk.begins,
             place=place,
             first_rows=first_rows,
             length_limit=sequence.max_total,
@@ -216,7 +218,7 @@ class StepLauncher:
 
     def _reset_penalties(self, chunks: list[ScheduledChunk]) -> None:
         """Count anew for those that begin; all their tokens are known then."""
-        for sequence in (chunk.sequence for chunk in chunks if chunk.start == 0):
+        for sequence in (chunk.sequence for chunk in chunks if chunk.begins):
             if uses_penalties(sequence.parameters):
                 prompt, output = sequence.token_ids[: sequence.num_prompt], sequence.token_ids[sequence.num_prompt :]
                 self._penalties.reset(sequence.slot, prompt, output)

@@ -33,6 +33,8 @@ class ChunkInput:
 
     token_ids    the tokens to run, at positions start, start + 1, ...; IN_FLIGHT for one that is not known yet
     slot         of the sequence, whose row of the block table reaches at least up to its last token here
+    line         of its state, which the step writes; read first unless the sequence begins
+    begins       the first chunk since the sequence joined
     num_logits   logits are wanted of so many of its last tokens
     place        of its adapter on the device, BASE for none; first_rows of that place, per group
     length_limit prompt + max tokens of its request
@@ -42,6 +44,8 @@ class ChunkInput:
     start: int
     slot: int
     num_logits: int
+    line: int = 0
+    begins: bool = False
     place: int = BASE
     first_rows: tuple[int, ...] = ()
     length_limit: int = 0
@@ -59,7 +63,7 @@ def adapter_order(chunks: Sequence[ChunkInput]) -> list[int]:
 
 def is_all_decode(chunks: Sequence[ChunkInput]) -> bool:
     """Whether each sequence has one token, which is its next, and wants its logits."""
-    return all(len(chunk.token_ids) == 1 and chunk.start > 0 and chunk.num_logits == 1 for chunk in chunks)
+    return all(len(chunk.token_ids) == 1 and not chunk.begins and chunk.num_logits == 1 for chunk in chunks)
 
 
 def fill_tokens(
@@ -93,9 +97,9 @@ def fill_tokens(
     attention.query_start_loc.put(starts)
     attention.kv_lens_device.put(kv_lens)
     attention.block_table.put(block_table[slots, : attention.block_table.shape[1]])
-    if arrays.conv is not None:  # a sequence's line is its slot's
-        arrays.conv.state_indices.put(slots)
-        arrays.conv.has_initial_state.put([chunk.start > 0 for chunk in chunks])
+    if arrays.conv is not None:
+        arrays.conv.state_indices.put([chunk.line for chunk in chunks])
+        arrays.conv.has_initial_state.put([not chunk.begins for chunk in chunks])
     return starts
 
 

@@ -58,7 +58,7 @@ class Pools:
         if chunk.sequence.request.pooling == "last":
             return hidden[-1].float() if is_last else None
         total = hidden.sum(dim=0, dtype=torch.float32)
-        if chunk.start:
+        if not chunk.begins:
             total += self._sums.pop(slot)
         if is_last:
             return total / chunk.sequence.num_prompt

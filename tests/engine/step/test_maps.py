@@ -27,10 +27,12 @@ LIMITS = InputLimits(
     device=torch.device("cpu"),
 )
 # Block size 4. Two sequences of the adapter at place 5, one of the adapter at place 2, one of the base.
-CHUNK = ChunkInput([10, 11, 12], start=3, slot=1, num_logits=1, place=5, first_rows=(16, -1), length_limit=9)
-DECODE = ChunkInput([20], start=8, slot=4, num_logits=1, place=5, first_rows=(16, -1), length_limit=30)
-MIDDLE = ChunkInput([30, 31], start=0, slot=2, num_logits=0, place=2, first_rows=(32, 0), length_limit=5)
-PLAIN = ChunkInput([40, 41], start=4, slot=3, num_logits=2, length_limit=7)
+CHUNK = ChunkInput([10, 11, 12], start=3, slot=1, num_logits=1, line=7, place=5, first_rows=(16, -1), length_limit=9)
+DECODE = ChunkInput([20], start=8, slot=4, num_logits=1, line=9, place=5, first_rows=(16, -1), length_limit=30)
+MIDDLE = ChunkInput(
+    [30, 31], start=0, slot=2, num_logits=0, line=2, begins=True, place=2, first_rows=(32, 0), length_limit=5
+)
+PLAIN = ChunkInput([40, 41], start=4, slot=3, num_logits=2, line=3, length_limit=7)
 CHUNKS = [CHUNK, DECODE, MIDDLE, PLAIN]
 BLOCKS = {1: (7, 3), 2: (4,), 3: (5, 6), 4: (1, 2, 9)}
 
@@ -86,16 +88,22 @@ def test_attention_maps() -> None:
 def test_conv_maps() -> None:
     conv = build(CHUNKS).conv
     assert conv is not None
-    assert conv.state_indices.tolist() == [1, 4, 2, 3]
+    assert conv.state_indices.tolist() == [7, 9, 2, 3]
     assert conv.has_initial_state.tolist() == [True, True, False, True]
     assert not conv.all_decode
 
 
-@pytest.mark.parametrize(("start", "expected"), [(7, True), (0, False)], ids=["decode", "one-token-prompt"])
-def test_a_step_of_single_tokens_is_all_decode_unless_one_begins(start: int, expected: bool) -> None:
-    conv = build([DECODE, dataclasses.replace(PLAIN, token_ids=[1], start=start, num_logits=1)]).conv
+@pytest.mark.parametrize(
+    ("start", "begins", "expected"),
+    [(7, False, True), (0, True, False), (7, True, False)],
+    ids=["decode", "one-token-prompt", "one token behind what another sequence computed"],
+)
+def test_a_step_of_single_tokens_is_all_decode_unless_one_begins(start: int, begins: bool, expected: bool) -> None:
+    chunk = dataclasses.replace(PLAIN, token_ids=[1], start=start, begins=begins, num_logits=1)
+    conv = build([DECODE, chunk]).conv
     assert conv is not None
     assert conv.all_decode == expected
+    assert conv.has_initial_state.tolist() == [True, not begins]
 
 
 def test_lora_maps_of_the_tokens() -> None:
@@ -181,7 +189,7 @@ def test_padding_is_empty_sequences_and_tokens_of_the_null_block() -> None:
     assert batch.logits_rows is not None
     assert batch.logits_rows.tolist() == [2, 3, 6, 7, 0, 0]
     assert batch.conv is not None
-    assert batch.conv.state_indices.tolist() == [1, 4, 2, 3, 0, 0]
+    assert batch.conv.state_indices.tolist() == [7, 9, 2, 3, 0, 0]
     assert batch.conv.has_initial_state.tolist() == [True, True, False, True, False, False]
     assert batch.lora is not None
     assert batch.lora.num_tokens == 12

@@ -30,6 +30,7 @@ from service.engine.loras.interfaces import CopyEvent
 from service.engine.model.graphs import CapturedSteps
 from service.engine.model.padding import StepSizes
 from service.engine.model.runner import Capacity
+from service.engine.sequences.slots import Slots
 from service.grammars.matching import TokenTable
 from service.models.step_batch import StepBatch
 from service.text.tokenizer import TextTokenizer
@@ -288,6 +289,7 @@ class MockRunner:
             num_blocks=num_blocks,
             max_blocks=-(-min(max_len, (num_blocks - 1) * config.block_size_tokens) // config.block_size_tokens),
             num_slots=config.max_sequences + 1,
+            num_lines=config.max_sequences + 1,
             has_conv=has_conv,
             num_groups=1,
             has_length_limits=False,
@@ -342,6 +344,14 @@ class MockRunner:
         state = int(self._lines[line]) if first > 0 else 0
         assert state == sum(history[:first]), "another sequence wrote the state line"
         self._lines[line] = sum(history)
+
+
+class _HighLines(Slots):
+    """State lines that no sequence has as its slot too, where most sequences may run."""
+
+    def take(self) -> int:
+        self._free.sort()
+        return super().take()
 
 
 @dataclass
@@ -451,6 +461,7 @@ def make_mock_engine(
     loader = SteppedLoader()
     tokens = mock_tokens() if has_tokens else None
     engine = Engine(runner, rows, host, settings, loader=loader, tokens=tokens, compiler=loader)
+    engine.lines = engine.scheduler.lines = _HighLines(runner.capacity.num_lines)
     return MockEngine(engine, runner, rows, host, loader)
 
 

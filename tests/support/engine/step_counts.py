@@ -62,6 +62,7 @@ class CountedSteps:
         self.scheduler = Scheduler(
             BlockPool(self.num_blocks),
             Slots(self.max_sequences + 1),
+            Slots(self.max_sequences + 1),
             self.adapter_loads,
             block_size_tokens=16,
             token_budget=self.token_budget,
