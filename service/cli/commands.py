@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -127,6 +126,8 @@ def _files_of(path: Path) -> dict[str, Path]:
     if not path.is_dir():
         raise ClientError(f"{path} is neither a directory nor an archive ({', '.join(_ARCHIVES)}).")
     if (path / _PICKLE).is_file() and not (path / _TENSORS).is_file():
+        import shlex
+
         command = shlex.join(["python", "-c", _CONVERT, str(path / _PICKLE), str(path / _TENSORS)])
         raise ClientError(
             f"{path} has its weights in {_PICKLE}, a pickle, which no server takes; make {_TENSORS} of it, where torch "

@@ -1,4 +1,4 @@
-"""An upload as one multipart request, whose files the kernel sends; what takes long to import comes after them."""
+"""An upload as one multipart request, whose files the kernel sends. Nothing that takes long is imported."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from service.cli.client import TIMEOUT_SECONDS, ClientError, connect, headers_of
 _BLOCK_BYTES = 4 << 20
 # Smaller files go with what stands around them in one piece.
 _SMALL_BYTES = 1 << 20
+_MAX_LINE_BYTES = 1 << 16  # of an answer's head
 
 
 class Answer(NamedTuple):
-    """The part of httpx.Response that `command_client.checked` and `answer_of` read."""
+    """The part of httpx.Response that `client.checked` and `answer_of` read."""
 
     url: str
     status_code: int
@@ -180,19 +181,51 @@ def _send(connection: socket.socket, head: bytes, body: Multipart, on_sent: Call
 
 
 def _answer(connection: socket.socket, shown: str, url: str, broken: OSError | None) -> Answer:
-    from http.client import HTTPException, HTTPResponse  # takes as long as all before it, and the server works now
-
     connection.settimeout(TIMEOUT_SECONDS["read"])
-    response = HTTPResponse(connection, method="PUT")
     try:
-        response.begin()
-        return Answer(shown, response.status, response.read())
+        with connection.makefile("rb") as reader:
+            return Answer(shown, *_read_answer(reader))
     except TimeoutError as error:
         raise ClientError(f"The server at {url} does not answer.") from error
-    except (OSError, HTTPException) as error:
-        raise ClientError(f"The connection to {url} broke: {broken or error or type(error).__name__}.") from error
-    finally:
-        response.close()
+    except (OSError, ValueError) as error:
+        raise ClientError(f"The connection to {url} broke: {broken or error}.") from error
+
+
+def _read_answer(reader: BinaryIO) -> tuple[int, bytes]:
+    """Status and body of an HTTP answer; ValueError for what is none. Read by hand: `http.client` takes as long to
+    import as Python to start."""
+    status = 100
+    while 100 <= status < 200:
+        version, _, rest = reader.readline(_MAX_LINE_BYTES).partition(b" ")
+        if not version.startswith(b"HTTP/1."):
+            raise ValueError("no HTTP answer came" if version else "no answer came")
+        status, headers = int(rest[:3]), {}
+        while (line := _line(reader)) != b"":
+            name, _, value = line.partition(b":")
+            headers[name.lower()] = value.strip()
+    if headers.get(b"transfer-encoding", b"").lower() == b"chunked":
+        pieces = []
+        while num_bytes := int(_line(reader).partition(b";")[0], 16):
+            pieces.append(_exactly(reader, num_bytes))
+            _line(reader)
+        return status, b"".join(pieces)
+    if (length := headers.get(b"content-length")) is not None:
+        return status, _exactly(reader, int(length))
+    return status, reader.read()
+
+
+def _line(reader: BinaryIO) -> bytes:
+    line = reader.readline(_MAX_LINE_BYTES)
+    if not line.endswith(b"\n"):
+        raise ValueError("the answer ends in the middle")
+    return line.strip()
+
+
+def _exactly(reader: BinaryIO, num_bytes: int) -> bytes:
+    data = reader.read(num_bytes)
+    if len(data) != num_bytes:
+        raise ValueError("the answer ends in the middle")
+    return data
 
 
 def _quoted(name: str) -> str:

@@ -534,6 +534,24 @@ class TestSettings:
 
 
 @contextmanager
+def raw_server(answer: bytes) -> Iterator[str]:
+    """The URL of a server that reads one request and sends these bytes."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection = listener.accept()[0]
+            with connection, connection.makefile("rb") as reader:
+                lines = iter(lambda: reader.readline().strip().lower(), b"")
+                reader.read(next(int(line[15:]) for line in list(lines) if line.startswith(b"content-length:")))
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        thread.join(LIMIT_SECONDS)
+
+
+@contextmanager
 def another_server(content_type: str, body: str) -> Iterator[str]:
     """The URL of a server that gives this one answer to everything, with status 200."""
 
@@ -921,6 +939,37 @@ class TestCommands:
         last = shown.err.splitlines()[-1]  # before it, the progress of an upload
         assert (shown.out, last.startswith(f"multilora: The server at {url}/")) == ("", True), shown
         assert last.endswith(" is not multilora; set --url (MULTILORA_URL) to one that is.")
+
+    @pytest.mark.parametrize("head", ["", "HTTP/1.1 100 Continue\r\n\r\n"])
+    @pytest.mark.parametrize("length", ["Content-Length: {}", "Connection: close", "transfer-encoding: Chunked"])
+    def test_an_upload_reads_answers_however_they_are_framed(
+        self, head: str, length: str, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        report = {"name": "x", "version": 3, "rank": 4, "modules": [], "bytes": 5, "digest": "0" * 64, "notes": []}
+        body = json.dumps(report)
+        framed = f"10;a=b\r\n{body[:16]}\r\n{len(body) - 16:X}\r\n{body[16:]}\r\n0\r\n\r\n"
+        answer = f"{head}HTTP/1.1 201 Created\r\n{length.format(len(body))}\r\n\r\n"
+        answer += framed if "Chunked" in length else body
+        with raw_server(answer.encode()) as url:
+            assert main(["upload", str(checkpoints.spare), f"--url={url}"]) == 0
+        assert capsys.readouterr().out.startswith("x@3 is there: rank 4, 0 modules, 5 bytes")
+
+    @pytest.mark.parametrize(
+        ("answer", "reason"),
+        [
+            (b"", "no answer came"),
+            (b"SSH-2.0-OpenSSH_9.2\r\n", "no HTTP answer came"),
+            (b"HTTP/1.1 201 Created\r\nContent-Le", "the answer ends in the middle"),
+            (b"HTTP/1.1 201 Created\r\nContent-Length: 9\r\n\r\n{", "the answer ends in the middle"),
+            (b"HTTP/1.1 201 Created\r\nTransfer-Encoding: chunked\r\n\r\n9\r\n{", "the answer ends in the middle"),
+        ],
+    )
+    def test_an_answer_that_breaks_off_is_a_sentence(
+        self, answer: bytes, reason: str, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with raw_server(answer) as url:
+            assert main(["upload", str(checkpoints.spare), f"--url={url}"]) == 1
+        assert capsys.readouterr().err.endswith(f"multilora: The connection to {url} broke: {reason}.\n")
 
     def test_a_load_on_a_server_without_models_is_a_sentence(self, capsys: pytest.CaptureFixture[str]) -> None:
         with another_server(JSON, '{"data": []}') as url:
