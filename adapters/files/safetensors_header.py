@@ -47,9 +47,11 @@ class Tensor:
         return self.end - self.start
 
 
-def read_header(path: Path, *, any_dtype: bool = False) -> dict[str, Tensor]:
-    """Tensors of the file by name, in the order of their data. `any_dtype` is for base checkpoints, where only
-    tensors of a known dtype are returned.
+def read_header(path: Path, *, any_dtype: bool = False, is_growing: bool = False) -> dict[str, Tensor]:
+    """Tensors of the file by name, in the order of their data.
+
+    any_dtype   for base checkpoints: only tensors of a known dtype are returned
+    is_growing  the file is still being written; its header is there
 
     Raises Malformed when the file is not a consistent safetensors file (sizes, offsets, gaps, overlaps, duplicate
     names), Unsupported for dtypes other than F32, F16 and BF16.
@@ -70,7 +72,7 @@ def read_header(path: Path, *, any_dtype: bool = False) -> dict[str, Tensor]:
             )
         data_start = 8 + header_bytes
         found = _tensors(file.read(header_bytes), data_start, any_dtype)
-    contiguous = locked_batches(_contiguous(_in_order(found), data_start, size))
+    contiguous = locked_batches(_contiguous(_in_order(found), data_start, None if is_growing else size))
     return {tensor.name: tensor for tensor in contiguous if tensor.dtype in ELEMENT_BYTES}
 
 
@@ -229,8 +231,9 @@ def _place(tensor: Tensor) -> tuple[int, int]:
     return tensor.start, tensor.end
 
 
-def _contiguous(tensors: Iterable[Tensor], data_start: int, file_size: int) -> Iterator[Tensor]:
-    """The tensors, which are in data order, after checking that they fill the file from the header's end to its end."""
+def _contiguous(tensors: Iterable[Tensor], data_start: int, file_size: int | None) -> Iterator[Tensor]:
+    """The tensors, which are in data order, after checking that they fill the file from the header's end to its end,
+    where that is known."""
     expected = data_start
     for tensor in tensors:
         if tensor.start != expected:
@@ -238,8 +241,8 @@ def _contiguous(tensors: Iterable[Tensor], data_start: int, file_size: int) -> I
             raise Malformed(f"Tensor {tensor.name[:200]!r} {kind}; the file is damaged.")
         expected = tensor.end
         yield tensor
-    if expected != file_size:
-        fault = "cut off" if expected > file_size else "too long"
+    if file_size not in (None, expected):
+        fault = "cut off" if file_size is not None and expected > file_size else "too long"
         raise Malformed(f"The tensors end at byte {expected} of {file_size}: the file is {fault}.")
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from adapters.errors import Malformed
 from adapters.files.durable_files import synced_beside
 from adapters.files.paths import DEFAULT_TEMPLATE, EMBEDDING_SIDES, LINEAR_SIDES, stored_name
-from adapters.files.safetensors_header import ELEMENT_BYTES, Tensor, header_bytes, read_chunks
+from adapters.files.safetensors_header import CHUNK_BYTES, ELEMENT_BYTES, Tensor, header_bytes, read_chunks
 from adapters.peft.block_tensors import chunks, origin
 from adapters.peft.bound_tensors import LORA_BIAS, MAGNITUDE, TOKENS, Binding, BoundExtra, BoundSlice
 from adapters.text.tokenizer_files import AdapterText
@@ -53,26 +53,58 @@ class CanonicalForm:
                 for chunk in chunks(source, tensor):
                     file.write(chunk)
 
-    def digest(self, path: Path, text: AdapterText) -> tuple[str, tuple[str, ...]]:
-        """The adapter's digest, and warnings, of a file in this form, which is synced to disk meanwhile.
+    def described(self, text: AdapterText) -> bytes:
+        """The part of the adapter that the digest covers before the tensors' data."""
+        return _described(self._binding, text)
+
+    def scan(self, path: Path, described: bytes) -> Scan:
+        """The reading of a file in this form for its digest, which begins with `described`."""
+        return Scan(path, described, self._entries, len(self._header))
+
+    def digest(self, path: Path, scan: Scan) -> tuple[str, tuple[str, ...]]:
+        """The adapter's digest, and warnings, of a scan of its file, which is synced to disk while the rest is read.
 
         The digest covers each module's rank, scaling, dtypes and data, the chat templates with their special tokens,
         and the end tokens: whatever changes a prompt or an answer. Key order, metadata, tensor order and training-only
         settings do not. Raises Malformed for NaN and infinity.
         """
-        digest = hashlib.sha256(_described(self._binding, text))
-        largest: dict[str, float] = {}  # magnitude, by tensor
         with synced_beside(path):
-            end = len(self._header)
-            for _, tensor in self._entries:
-                start, end = end, end + tensor.num_bytes
-                read_bytes = 0
-                for chunk in read_chunks(path, replace(tensor, start=start, end=end)):
-                    found = _refuse_non_finite(tensor, chunk, read_bytes)
-                    largest[tensor.name] = max(found, largest.get(tensor.name, 0.0))
-                    digest.update(chunk)
-                    read_bytes += len(chunk)
-        return digest.hexdigest(), tuple(_warnings(self._binding, largest))
+            scan.finish()
+        return scan.hash.hexdigest(), tuple(_warnings(self._binding, scan.largest))
+
+
+class Scan:
+    """One reading of a canonical file, as far as it is written.
+
+    steps    reads the next piece of a tensor at each step, and yields the size that the file must have for it. Raises
+             Malformed for NaN and infinity
+    hash     SHA-256 of `described` and of what was read
+    largest  magnitude so far, by tensor
+    """
+
+    def __init__(self, path: Path, described: bytes, entries: Sequence[tuple[str, Tensor]], data_start: int) -> None:
+        self.described = described
+        self.hash = hashlib.sha256(described)
+        self.largest: dict[str, float] = {}
+        self.steps = self._steps(path, entries, data_start)
+
+    def finish(self) -> None:
+        """Read the rest of a file that is whole."""
+        for _ in self.steps:
+            pass
+
+    def _steps(self, path: Path, entries: Sequence[tuple[str, Tensor]], data_start: int) -> Iterator[int]:
+        end = data_start
+        for _, tensor in entries:
+            start, end = end, end + tensor.num_bytes
+            chunks, read_bytes = read_chunks(path, replace(tensor, start=start, end=end)), 0
+            while start + read_bytes < end:
+                yield min(start + read_bytes + CHUNK_BYTES, end)
+                chunk = next(chunks)
+                found = _refuse_non_finite(tensor, chunk, read_bytes)
+                self.largest[tensor.name] = max(found, self.largest.get(tensor.name, 0.0))
+                self.hash.update(chunk)
+                read_bytes += len(chunk)
 
 
 def _warnings(binding: Binding, largest: Mapping[str, float]) -> Iterator[str]:

@@ -21,7 +21,7 @@ from adapters.store.catalog import Catalog
 from adapters.store.same_weights import have_same_weights
 from adapters.store.transactions import Changes
 from adapters.upload.prepare import Intake
-from adapters.upload.staging import StoreLimits
+from adapters.upload.staging_bytes import StoreLimits
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,8 +44,8 @@ from adapters.store.sqlite_index import Query, Row
 from adapters.store.transactions import Changes
 from adapters.text.vocabulary import BaseText
 from adapters.upload.prepare import Intake
-from adapters.upload.staging import Budget, HeldBytes, Staging, StoreLimits, UploadPart
-from adapters.upload.staging_bytes import StagingBytes
+from adapters.upload.staging import Staging, UploadPart
+from adapters.upload.staging_bytes import Budget, HeldBytes, StagingBytes, StoreLimits
 
 log = logging.getLogger(__name__)
 
@@ -156,7 +156,7 @@ class AdapterStore:
         held = HeldBytes(self.staging_bytes, owner)
         Budget(self._files.staging, self.limits, held).check_disk(declared_bytes or 0)
         with store_faults_are_ours():
-            staging = Staging(self._files.staging / uuid.uuid4().hex, self.limits, held)
+            staging = Staging(self._files.staging / uuid.uuid4().hex, self.limits, held, self._intake.follow)
             return Upload(self._publishing, staging)
 
     # ---- changes of names

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
-from adapters.errors import Malformed
+from adapters.errors import AdapterError, Malformed
 from adapters.files.disk import StoreFiles
 from adapters.files.manifest import Manifest
 from adapters.files.paths import DEFAULT_TEMPLATE, TENSOR_FILE, layout_fingerprint
@@ -16,8 +17,11 @@ from adapters.row_plan import RowPlan
 from adapters.text.side_files import TEXT_ROLES
 from adapters.text.tokenizer_files import AdapterText, read_text
 from adapters.text.vocabulary import BaseText
-from adapters.upload.staging import Staging
-from adapters.upload.validate import check_headers, module_reports
+from adapters.upload.staging import Followed, Staging
+from adapters.upload.validate import bind_header, check_binding, module_reports
+
+# A larger header is read once, when the upload is whole.
+_MAX_FOLLOWED_HEADER_BYTES = 1 << 20
 
 
 class Intake:
@@ -38,22 +42,47 @@ class Intake:
         self._check_template = check_template
         self._base_text = base_text
 
+    def follow(self, staging: Staging, tensors: Path) -> Iterator[int]:
+        """Bind and digest an upload's tensors as they come: yields the size that their file must have for the next
+        step. Faults, and whatever cannot be known yet, are left to `prepare`."""
+        with suppress(AdapterError, OSError):
+            yield 8
+            with tensors.open("rb") as file:
+                end = 8 + int.from_bytes(file.read(8), "little")
+            if (config := staging.read("config")) is None or end > _MAX_FOLLOWED_HEADER_BYTES:
+                return
+            yield end
+            binding = bind_header(config, tensors, self._layout, is_growing=True)
+            form = CanonicalForm(binding)
+            if form.is_that_of(tensors):
+                scan = form.scan(tensors, form.described(self._read_text(staging)))
+                yield from scan.steps
+                staging.followed = Followed(binding, scan, form.num_bytes)
+
     def prepare(self, staging: Staging) -> tuple[Manifest, Path]:
         """Check a complete upload and write the directory to publish; returns it with its manifest."""
         staging.unpack_archive()
         config, tensors = staging.require()
         text = self._read_text(staging)
-        binding = check_headers(config, tensors, self._layout, self.row_plan, self._base)
+        followed = staging.followed
+        if followed is not None and followed.num_bytes != tensors.stat().st_size:
+            followed = None
+        binding = followed.binding if followed is not None else bind_header(config, tensors, self._layout)
+        binding = check_binding(binding, tensors, self.row_plan, self._base)
         modules = module_reports(binding)
         ready = staging.directory / "ready"
         ready.mkdir()
         form = CanonicalForm(binding)
+        target = ready / TENSOR_FILE
+        scan = form.scan(target, form.described(text))
         if form.is_that_of(tensors):
-            tensors.rename(ready / TENSOR_FILE)
+            tensors.rename(target)
+            if followed is not None and followed.scan.described == scan.described:
+                scan = followed.scan
         else:
             staging.reserve(form.num_bytes)
-            form.write(tensors, ready / TENSOR_FILE)
-        digest, warnings = form.digest(ready / TENSOR_FILE, text)
+            form.write(tensors, target)
+        digest, warnings = form.digest(target, scan)
         manifest = Manifest(
             digest=digest,
             layout=self.fingerprint,

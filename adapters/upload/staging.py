@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from types import TracebackType
-from typing import IO
+from typing import IO, NamedTuple
 
-from adapters.errors import Malformed, StorageFull, TooLarge, Unsupported
+from adapters.errors import Malformed, TooLarge, Unsupported
+from adapters.files.durable_files import begin_sync
 from adapters.files.paths import CONFIG_FILE, TENSOR_FILE
 from adapters.files.safetensors_header import printable
 from adapters.files.shards import join_shards
 from adapters.files.store_faults import store_faults_are_ours
+from adapters.peft.bound_tensors import Binding
+from adapters.peft.canonical_file import Scan
 from adapters.peft.config import parse_config
 from adapters.text.side_files import (
     KEPT_BYTES,
@@ -27,93 +28,14 @@ from adapters.text.side_files import (
     template_name,
 )
 from adapters.upload.archives import adapter_folders, unpack
-from adapters.upload.staging_bytes import StagingBytes
+from adapters.upload.staging_bytes import Budget, HeldBytes, StoreLimits
 
 COPY_BYTES = 1 << 18
-# Free disk space is asked for again after this many bytes.
-DISK_CHECK_BYTES = 16 << 20
+# Tensors begin to go to disk after so many bytes, while more come.
+_SYNC_BYTES = 4 << 20
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 # Transformers' trainer calls its checkpoints so. What their configurations say matters if they are the adapter.
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
-
-
-@dataclass(frozen=True, slots=True)
-class StoreLimits:
-    """Limits of one upload.
-
-    max_upload_bytes       bytes received, all parts together; also the bound of what an archive unpacks to
-    max_files              parts, archive members or directory entries
-    free_disk_floor_bytes  refuse to write when less than this would stay free on the store's file system
-    max_staging_bytes      of all uploads until they are adapters; None = no limit. An archive counts packed and
-                           unpacked, and so does the copy of tensors that came in another form than the stored one
-
-    Limits of the versions of a name:
-
-    max_versions           the current one included
-    max_version_bytes      of older contents of one name, together
-    """
-
-    max_upload_bytes: int = 4 << 30
-    max_files: int = 256
-    free_disk_floor_bytes: int = 256 << 20
-    max_staging_bytes: int | None = None
-    max_versions: int = 8
-    max_version_bytes: int = 1 << 30
-
-
-class HeldBytes:
-    """The staging bytes of one upload."""
-
-    def __init__(self, shared: StagingBytes | None, owner: str) -> None:
-        self._shared = shared
-        self._owner = owner
-        self._num_bytes = 0
-
-    def take(self, num_bytes: int) -> None:
-        """Reserve bytes before they are written. Raises StagingFull."""
-        if self._shared is not None:
-            self._shared.take(self._owner, num_bytes)
-            self._num_bytes += num_bytes
-
-    def close(self) -> None:
-        """Release all bytes; a second call is harmless."""
-        if self._shared is not None:
-            self._shared.give_back(self._owner, self._num_bytes)
-            self._num_bytes = 0
-
-
-class Budget:
-    """The running counts of one upload, or of what an archive in it holds."""
-
-    def __init__(self, directory: Path, limits: StoreLimits, held: HeldBytes) -> None:
-        self._directory = directory
-        self._limits = limits
-        self._held = held
-        self._num_bytes = 0
-        self._num_files = 0
-        self._checked_at = 0
-
-    def receive(self, num_bytes: int) -> None:
-        """Count bytes before they are written. Raises TooLarge, StorageFull, StagingFull."""
-        self._num_bytes += num_bytes
-        if self._num_bytes > self._limits.max_upload_bytes:
-            raise TooLarge(f"The upload is larger than the limit of {self._limits.max_upload_bytes} bytes.")
-        self._held.take(num_bytes)
-        if self._num_bytes - self._checked_at >= DISK_CHECK_BYTES:
-            self.check_disk(num_bytes)
-
-    def check_disk(self, num_bytes: int) -> None:
-        """Raises StorageFull when writing `num_bytes` more would leave less free than the floor."""
-        self._checked_at = self._num_bytes
-        with store_faults_are_ours():
-            stat = os.statvfs(self._directory)
-        if stat.f_bavail * stat.f_frsize - num_bytes < self._limits.free_disk_floor_bytes:
-            raise StorageFull("The store's disk is too full to take this adapter; delete adapters that are not needed.")
-
-    def count_file(self) -> None:
-        self._num_files += 1
-        if self._num_files > self._limits.max_files:
-            raise TooLarge(f"The upload has more than {self._limits.max_files} files.")
 
 
 class UploadPart:
@@ -127,7 +49,13 @@ class UploadPart:
                 self._file = path.open("xb")
         self.role = role
         self._budget = budget
-        self._num_bytes = 0
+        self._num_bytes = self._synced_bytes = 0
+        self._steps: Iterator[int] = iter(())
+        self._wanted_bytes: int | None = None
+
+    def follow(self, steps: Iterator[int]) -> None:
+        """Have the file read while it is written: `steps` yields the size that it must have for the next step."""
+        self._steps, self._wanted_bytes = steps, next(steps, None)
 
     def write(self, data: bytes) -> int:
         """Append. Raises TooLarge or StorageFull the moment a limit is passed."""
@@ -143,6 +71,13 @@ class UploadPart:
         if self._file is not None and data_kept:
             with store_faults_are_ours():
                 self._file.write(data_kept)
+                if self.role == "tensors" and self._num_bytes - self._synced_bytes >= _SYNC_BYTES:
+                    begin_sync(self._file.fileno(), self._synced_bytes, self._num_bytes - self._synced_bytes)
+                    self._synced_bytes = self._num_bytes
+        while self._file is not None and self._wanted_bytes is not None and self._wanted_bytes <= self._num_bytes:
+            with store_faults_are_ours():
+                self._file.flush()
+            self._wanted_bytes = next(self._steps, None)
         return len(data)
 
     def close(self) -> None:
@@ -157,10 +92,28 @@ class UploadPart:
         self.close()
 
 
-class Staging:
-    """The files of one upload, by role, in a directory of their own."""
+class Followed(NamedTuple):
+    """The tensors of an upload as they were bound and read while they came; the file has `num_bytes`."""
 
-    def __init__(self, directory: Path, limits: StoreLimits, held: HeldBytes | None = None) -> None:
+    binding: Binding
+    scan: Scan
+    num_bytes: int
+
+
+class Staging:
+    """The files of one upload, by role, in a directory of their own.
+
+    follow    makes steps (see `UploadPart.follow`) that read the tensors' file of parts while it is written
+    followed  what these steps found, once they are through
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        limits: StoreLimits,
+        held: HeldBytes | None = None,
+        follow: Callable[[Staging, Path], Iterator[int]] | None = None,
+    ) -> None:
         directory.mkdir()
         self.directory = directory
         self.limits = limits
@@ -169,6 +122,8 @@ class Staging:
         self.files: dict[Role, Path] = {}
         self.named_templates: dict[str, Path] = {}
         self.left_out: list[str] = []  # sentences
+        self.followed: Followed | None = None
+        self._follow = follow
         self.without_tokenizer = False  # whether files of the tokenizer are left out
         self._shards: dict[str, Path] = {}
 
@@ -211,7 +166,10 @@ class Staging:
         role = role_of_part(part_name, file_name)
         if role == "named_template" and template_name(part_name) is not None:
             return self.open(role, part_name)
-        return self.open(role, file_name or part_name)
+        part = self.open(role, file_name or part_name)
+        if part.role == "tensors" and self._follow is not None:
+            part.follow(self._follow(self, self.files["tensors"]))
+        return part
 
     def add_directory(self, directory: Path, links_below: Path | None = None) -> None:
         """Copy the files of a PEFT directory that have a role, named templates in their folder among them; what else is

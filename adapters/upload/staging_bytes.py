@@ -1,11 +1,18 @@
-"""Bytes on the disk of all uploads that are not adapters yet."""
+"""The limits of uploads, and the bytes on the disk of those that are not adapters yet."""
 
 from __future__ import annotations
 
+import os
 import threading
+from dataclasses import dataclass
+from pathlib import Path
 
-from adapters.errors import StagingFull
+from adapters.errors import StagingFull, StorageFull, TooLarge
+from adapters.files.store_faults import store_faults_are_ours
 from adapters.quota import ClientQuota
+
+# Free disk space is asked for again after this many bytes.
+DISK_CHECK_BYTES = 16 << 20
 
 
 class StagingBytes:
@@ -39,3 +46,82 @@ class StagingBytes:
         """Release bytes that were removed, or became an adapter's."""
         with self._lock:
             self._shares.release(owner, num_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreLimits:
+    """Limits of one upload.
+
+    max_upload_bytes       bytes received, all parts together; also the bound of what an archive unpacks to
+    max_files              parts, archive members or directory entries
+    free_disk_floor_bytes  refuse to write when less than this would stay free on the store's file system
+    max_staging_bytes      of all uploads until they are adapters; None = no limit. An archive counts packed and
+                           unpacked, and so does the copy of tensors that came in another form than the stored one
+
+    Limits of the versions of a name:
+
+    max_versions           the current one included
+    max_version_bytes      of older contents of one name, together
+    """
+
+    max_upload_bytes: int = 4 << 30
+    max_files: int = 256
+    free_disk_floor_bytes: int = 256 << 20
+    max_staging_bytes: int | None = None
+    max_versions: int = 8
+    max_version_bytes: int = 1 << 30
+
+
+class HeldBytes:
+    """The staging bytes of one upload."""
+
+    def __init__(self, shared: StagingBytes | None, owner: str) -> None:
+        self._shared = shared
+        self._owner = owner
+        self._num_bytes = 0
+
+    def take(self, num_bytes: int) -> None:
+        """Reserve bytes before they are written. Raises StagingFull."""
+        if self._shared is not None:
+            self._shared.take(self._owner, num_bytes)
+            self._num_bytes += num_bytes
+
+    def close(self) -> None:
+        """Release all bytes; a second call is harmless."""
+        if self._shared is not None:
+            self._shared.give_back(self._owner, self._num_bytes)
+            self._num_bytes = 0
+
+
+class Budget:
+    """The running counts of one upload, or of what an archive in it holds."""
+
+    def __init__(self, directory: Path, limits: StoreLimits, held: HeldBytes) -> None:
+        self._directory = directory
+        self._limits = limits
+        self._held = held
+        self._num_bytes = 0
+        self._num_files = 0
+        self._checked_at = 0
+
+    def receive(self, num_bytes: int) -> None:
+        """Count bytes before they are written. Raises TooLarge, StorageFull, StagingFull."""
+        self._num_bytes += num_bytes
+        if self._num_bytes > self._limits.max_upload_bytes:
+            raise TooLarge(f"The upload is larger than the limit of {self._limits.max_upload_bytes} bytes.")
+        self._held.take(num_bytes)
+        if self._num_bytes - self._checked_at >= DISK_CHECK_BYTES:
+            self.check_disk(num_bytes)
+
+    def check_disk(self, num_bytes: int) -> None:
+        """Raises StorageFull when writing `num_bytes` more would leave less free than the floor."""
+        self._checked_at = self._num_bytes
+        with store_faults_are_ours():
+            stat = os.statvfs(self._directory)
+        if stat.f_bavail * stat.f_frsize - num_bytes < self._limits.free_disk_floor_bytes:
+            raise StorageFull("The store's disk is too full to take this adapter; delete adapters that are not needed.")
+
+    def count_file(self) -> None:
+        self._num_files += 1
+        if self._num_files > self._limits.max_files:
+            raise TooLarge(f"The upload has more than {self._limits.max_files} files.")

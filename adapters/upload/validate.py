@@ -16,18 +16,15 @@ from adapters.peft.config import parse_config
 from adapters.row_plan import RowPlan
 
 
-def check_headers(
-    config: bytes,
-    tensor_path: Path,
-    layout: BaseLayout,
-    row_plan: RowPlan | None,
-    base: BaseWeights | None,
-) -> Binding:
-    """Everything that can be decided before a byte of LoRA data is read.
+def bind_header(config: bytes, tensor_path: Path, layout: BaseLayout, *, is_growing: bool = False) -> Binding:
+    """Where each tensor of the file's header binds; `is_growing` as for `read_header`. Raises Malformed, Unsupported,
+    BindingError."""
+    return bind(layout, parse_config(config), read_header(tensor_path, is_growing=is_growing))
 
-    Raises Malformed, Unsupported, BindingError, RowsExceeded.
-    """
-    binding = bind(layout, parse_config(config), read_header(tensor_path))
+
+def check_binding(binding: Binding, tensor_path: Path, row_plan: RowPlan | None, base: BaseWeights | None) -> Binding:
+    """Everything else that can be decided before a byte of LoRA data is read; the binding without what only repeats the
+    base. Raises Malformed, BindingError, RowsExceeded."""
     if base is not None:
         unchanged = [
             extra

@@ -9,10 +9,10 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from itertools import count
+from itertools import count, permutations
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,13 @@ from adapters.errors import (
 from adapters.files import name_versions as rules
 from adapters.files.disk import StoreFiles
 from adapters.files.manifest import Manifest
+from adapters.files.paths import CONFIG_FILE, TENSOR_FILE
+from adapters.peft import canonical_file
 from adapters.row_plan import plan_rows
 from adapters.store import catalog as catalog_module
-from adapters.store.store import AdapterStore, StoreLimits
+from adapters.store.store import AdapterStore, StoreLimits, Upload
 from adapters.text.vocabulary import BaseText
-from adapters.upload import staging as upload_module
+from adapters.upload import staging_bytes as upload_module
 from tests.support.adapter_files import (
     HIDDEN,
     VOCAB,
@@ -87,6 +89,9 @@ def publishing_waits(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, 
 
     monkeypatch.setattr(StoreFiles, "publish", held)
     return entered, may_publish
+
+
+NAN = np.float32("nan").tobytes()
 
 
 def good_tensors(seed: int = 0) -> dict[str, np.ndarray]:
@@ -1439,6 +1444,53 @@ def test_a_saved_module_that_repeats_the_base_is_no_fault_of_what_is_stored(tmp_
     assert any("repeats the base's own tensor" in note for note in record.manifest.notes)
     assert file.stat().st_ino == before, "it was taken for damaged and replaced"
     store.close()
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 7, 1000, 1 << 20])
+def test_tensors_are_read_while_they_come_and_not_again(
+    chunk_bytes: int, store: AdapterStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a file as PEFT saves it, behind its configuration."""
+    record, _ = upload_bytes(store, "saved", config_bytes(), safetensors_bytes(good_tensors()))
+    peft_directory = store.path_of(record.digest)
+    parts = {name: (peft_directory / name).read_bytes() for name in (CONFIG_FILE, TENSOR_FILE)}
+    with store.begin() as upload:
+        _send(upload, parts, chunk_bytes)
+        monkeypatch.setattr(canonical_file, "read_chunks", None)
+        assert upload.finish("again")[0].digest == record.digest
+
+
+def test_the_digest_is_the_same_in_whatever_order_the_files_come(store: AdapterStore) -> None:
+    """Those that the digest covers may be there when the tensors come, or not."""
+    record, _ = upload_bytes(store, "plain", config_bytes(), safetensors_bytes(good_tensors()))
+    digests = set()
+    parts = {
+        CONFIG_FILE: config_bytes(),
+        TENSOR_FILE: (store.path_of(record.digest) / TENSOR_FILE).read_bytes(),
+        "chat_template.jinja": b"{{ messages }}",
+    }
+    for number, names in enumerate(permutations(parts)):
+        with store.begin() as upload:
+            _send(upload, {name: parts[name] for name in names}, 100)
+            digests.add(upload.finish(f"a{number}")[0].digest)
+    assert len(digests) == 1 and digests != {record.digest}
+
+
+@pytest.mark.parametrize("change", [lambda data: data[:-1], lambda data: data + b"x", lambda data: data[:-4] + NAN])
+def test_what_is_wrong_with_the_last_bytes_is_refused(store: AdapterStore, change: Callable[[bytes], bytes]) -> None:
+    record, _ = upload_bytes(store, "plain", config_bytes(), safetensors_bytes(good_tensors()))
+    data = (store.path_of(record.digest) / TENSOR_FILE).read_bytes()
+    with store.begin() as upload:
+        _send(upload, {CONFIG_FILE: config_bytes(), TENSOR_FILE: change(data)}, 100)
+        with pytest.raises(Malformed, match=r"cut off|too long|holds NaN"):
+            upload.finish("bad")
+
+
+def _send(upload: Upload, parts: dict[str, bytes], chunk_bytes: int) -> None:
+    for name, data in parts.items():
+        with upload.open_part("file", name) as part:
+            for start in range(0, len(data), chunk_bytes):
+                part.write(data[start : start + chunk_bytes])
 
 
 def test_a_module_saved_twice_is_stored_once_if_both_are_equal(store: AdapterStore) -> None:
