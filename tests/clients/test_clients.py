@@ -16,9 +16,12 @@ from pathlib import Path
 import httpx
 import pytest
 
+from service.settings import BUNDLED_MODEL_DIR
 from tests.support.blocks import ROOT, blocks, run
 from tests.support.http.client_environments import environment
+from tests.support.http.scripted_server import make_text_model, scripted_server
 from tests.support.http.server import Server, running_server, wait_for
+from tests.support.http.tool_templates import TEMPLATES
 from tests.support.limits import LIMIT_SECONDS
 
 pytestmark = pytest.mark.wide
@@ -87,6 +90,27 @@ def test_guidellm(path: str, server: Server, tmp_path: Path) -> None:
 def _run_in(client: str, block: str, server: Server, cwd: Path) -> str:
     path = f"{environment(client) / 'bin'}{os.pathsep}{os.environ['PATH']}"
     return run(["bash", "-euc", block], server, cwd=cwd, PATH=path, **OFFLINE)
+
+
+def test_codex(tmp_path: Path) -> None:
+    """A session that calls a tool, and its continuation, which shows the model all that was."""
+    path = f"{environment('codex') / 'node_modules' / '.bin'}{os.pathsep}{os.environ['PATH']}"
+    model_dir = make_text_model(BUNDLED_MODEL_DIR, tmp_path / "model", TEMPLATES["hermes"])
+    call = '{"name": "exec_command", "arguments": {"cmd": "echo made > made.txt && cat made.txt"}}'
+    # A test's host may have no sandbox for it.
+    command = "codex exec --dangerously-bypass-approvals-and-sandbox"
+    block = _block("### Codex CLI", "sh").replace("codex exec", command)
+    again = f'CODEX_HOME="$PWD/codex" {command} resume --skip-git-repo-check --last "Which file?"'
+    with scripted_server(model_dir, tmp_path / "store", model_name="base", max_len_tokens=1 << 17) as server:
+        server.says(f"I write it.\n<tool_call>\n{call}\n</tool_call>", "It is there.", "That file.")
+        asked = {"server": server, "cwd": tmp_path, "PATH": path}
+        assert run(["bash", "-euc", block], **asked) == "It is there.\n"
+        assert (tmp_path / "made.txt").read_text() == "made\n"
+        assert run(["bash", "-euc", again], **asked) == "That file.\n"
+        prompt = server.engine.last_prompt
+    said = ["Make a file.", "I write it.", '"cmd": "echo made', "exited with code 0", "It is there.", "Which file?"]
+    places = [prompt.find(one) for one in said]
+    assert -1 not in places and places == sorted(places), prompt
 
 
 @contextlib.contextmanager

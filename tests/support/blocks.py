@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from tests.support.http.scripted_server import ScriptedServer
 from tests.support.http.server import Server
 from tests.support.limits import LIMIT_SECONDS
 
@@ -22,7 +23,7 @@ def blocks(document: str, heading: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", body, flags=re.DOTALL)
 
 
-def run(command: Sequence[str], server: Server, *, cwd: Path = ROOT, **environment: str) -> str:
+def run(command: Sequence[str], server: Server | ScriptedServer, *, cwd: Path = ROOT, **environment: str) -> str:
     """What the command prints. The environment has the server's URL in MULTILORA_URL, and what else is given."""
     done = subprocess.run(
         command,

@@ -26,15 +26,15 @@ from service.text.tokenizer import TextTokenizer
 from tests.support.http.server import wait_for
 from tests.support.limits import LIMIT_SECONDS
 
-MAX_LEN_TOKENS = 8192
-
 
 class ScriptedEngine(EngineClient):
-    """Answers every request with `text`, a token in each message, and an end token where there is room for it."""
+    """Answers each request with the next of `texts`, the last one from then on: a token in each message, and an end
+    token where there is room for it."""
 
-    def __init__(self, options: EngineOptions, tokenizer: TextTokenizer, vocab_size: int) -> None:
+    def __init__(self, options: EngineOptions, tokenizer: TextTokenizer, vocab_size: int, max_len_tokens: int) -> None:
         super().__init__(options)
-        self.text = ""
+        self.texts = [""]
+        self._max_len_tokens = max_len_tokens
         self.submitted: list[Submit] = []
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
 
@@ -46,8 +46,8 @@ class ScriptedEngine(EngineClient):
     async def start(self) -> None:
         self._take(
             Ready(
-                max_model_len_tokens=MAX_LEN_TOKENS,
-                kv_capacity_tokens=MAX_LEN_TOKENS,
+                max_model_len_tokens=self._max_len_tokens,
+                kv_capacity_tokens=self._max_len_tokens,
                 vocab_size=self._vocab_size,
                 hidden_size=1,
                 dtype="float32",
@@ -63,7 +63,8 @@ class ScriptedEngine(EngineClient):
         self.submitted.append(request)
         stream = TokenStream(request.request_id, self.abort)
         end = self._tokenizer.eos_token_ids[0]
-        token_ids = [*self._tokenizer.encode(self.text, add_special_tokens=False), end]
+        text = self.texts.pop(0) if self.texts[1:] else self.texts[0]
+        token_ids = [*self._tokenizer.encode(text, add_special_tokens=False), end]
         loop, sent = asyncio.get_running_loop(), token_ids[: request.sampling.max_tokens]
         for token_id in sent:
             loop.call_soon(stream.push, Tokens(request.request_id, (token_id,)))
@@ -76,13 +77,17 @@ class ScriptedEngine(EngineClient):
 
 @dataclass
 class ScriptedServer:
-    """`says` is what comes after this, whatever is asked."""
+    """`says` is what comes after this, whatever is asked; several texts are those of as many requests."""
 
     engine: ScriptedEngine
     client: openai.OpenAI
 
-    def says(self, text: str) -> None:
-        self.engine.text = text
+    @property
+    def url(self) -> str:
+        return str(self.client.base_url).removesuffix("/v1/")
+
+    def says(self, *texts: str) -> None:
+        self.engine.texts = list(texts)
 
 
 def make_text_model(base: Path, directory: Path, chat_template: str, special_tokens: tuple[str, ...] = ()) -> Path:
@@ -96,11 +101,13 @@ def make_text_model(base: Path, directory: Path, chat_template: str, special_tok
 
 
 @contextmanager
-def scripted_server(model_dir: Path, store_dir: Path, **settings: Any) -> Iterator[ScriptedServer]:
+def scripted_server(
+    model_dir: Path, store_dir: Path, *, max_len_tokens: int = 8192, **settings: Any
+) -> Iterator[ScriptedServer]:
     """Without LoRA, on a free port."""
     made = load_settings(model_dir=model_dir, store_dir=store_dir, adapter_row_bytes=0, **settings)
     tokenizer = TextTokenizer.load(model_dir)
-    engine = ScriptedEngine(made.engine_options(), tokenizer, tokenizer.vocab_size)
+    engine = ScriptedEngine(made.engine_options(), tokenizer, tokenizer.vocab_size, max_len_tokens)
     server = make_server(create_app(made, engine), made)
     with listen("127.0.0.1", 0) as listener:
         url = "http://{}:{}/v1".format(*listener.getsockname())
