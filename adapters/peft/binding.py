@@ -65,6 +65,7 @@ def bind(layout: BaseLayout, config: AdapterConfig, tensors: Mapping[str, Tensor
         config.invocation,
         tuple(others.tokens),
         tuple(others.repeats),
+        tuple(others.spare_rows),
     )
 
 

@@ -75,8 +75,10 @@ class BoundExtra:
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """slices  in the layout's order
-    rows    the largest rank per projection group, and 1 per non-LoRA group of the extras
+    """slices      in the layout's order
+    rows        the largest rank per projection group, and 1 per non-LoRA group of the extras
+    spare_rows  rows behind the base's vocabulary that whole embeddings and heads have in the file, by tensor; they are
+                bound without these
     """
 
     slices: tuple[BoundSlice, ...]
@@ -87,6 +89,7 @@ class Binding:
     invocation: tuple[int, ...] = ()
     tokens: tuple[BoundTokens, ...] = ()
     repeats: tuple[Repeat, ...] = ()
+    spare_rows: tuple[tuple[Tensor, int], ...] = ()
 
     def without(self, unchanged: Collection[BoundExtra]) -> Binding:
         """Leave out extras that equal the base's own tensors."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from adapters.files.safetensors_header import Tensor
+from adapters.files.safetensors_header import ELEMENT_BYTES, Tensor
 from adapters.layout import Group, ProjectionSpec, Slice
 from adapters.peft.bound_tensors import BIAS, LORA_BIAS, MAGNITUDE, WEIGHT, BaseCopy, BoundExtra, BoundTokens, Repeat
 from adapters.peft.config import AdapterConfig
@@ -45,7 +46,8 @@ class OtherTensors:
     """Tensors other than LoRA weights: non-LoRA parameters, copies of the base's tensors, and repeated tensors, since
     PEFT's `save_embedding_layers` saves a module of `modules_to_save` twice.
 
-    left  names by the part of a multimodal model that they belong to, which is not served
+    left        names by the part of a multimodal model that they belong to, which is not served
+    spare_rows  as `Binding` has them
     """
 
     config: AdapterConfig
@@ -54,6 +56,7 @@ class OtherTensors:
     tokens: list[BoundTokens] = field(default_factory=list)
     repeats: list[Repeat] = field(default_factory=list)
     left: dict[str, list[str]] = field(default_factory=dict)
+    spare_rows: list[tuple[Tensor, int]] = field(default_factory=list)
 
     def add(self, extra: BoundExtra) -> str | None:
         twin = next((one for one in self.extras if (one.module, one.part) == (extra.module, extra.part)), None)
@@ -166,7 +169,12 @@ def _is_saved(module: str, config: AdapterConfig) -> bool:
 def _add_weight(
     tensor: Tensor, module: str, shape: tuple[int, ...], group: Group, is_saved: bool, others: OtherTensors
 ) -> str | None:
-    """The whole weight of a module, as the adapter has it, or as a copy of the base's."""
+    """The whole weight of a module, as the adapter has it, or as a copy of the base's; without rows behind the
+    vocabulary."""
+    if group != "norms" and tensor.shape[1:] == shape[1:] and tensor.shape[0] > shape[0]:
+        others.spare_rows.append((tensor, tensor.shape[0] - shape[0]))
+        num_bytes = math.prod(shape) * ELEMENT_BYTES[tensor.dtype]
+        tensor = replace(tensor, shape=shape, end=tensor.start + num_bytes)
     if tensor.shape != shape:
         why = "" if group == "norms" else ": the vocabulary was changed in training"
         return f"it is a full weight of shape {tensor.shape}, not {shape}{why}"

@@ -14,6 +14,7 @@ from adapters.text.side_files import TEMPLATES_FOLDER, Role
 from adapters.text.vocabulary import (
     FILE_OF,
     BaseText,
+    changed_flags,
     left_out_tokens,
     listed_tokens,
     merged_config,
@@ -39,12 +40,15 @@ class AdapterText:
     special_tokens  template variables that differ from the base's; a value of None: the adapter has none
     eos_token_ids   ids that end its answers beside the base's
     notes           sentences for the load report
+
+    num_padding_tokens  tokens behind the base's vocabulary that its tokenizer adds and no prompt holds
     """
 
     templates: dict[str, str]
     special_tokens: dict[str, str | None]
     eos_token_ids: tuple[int, ...]
     notes: tuple[str, ...]
+    num_padding_tokens: int = 0
 
 
 def read_text(
@@ -72,10 +76,16 @@ def read_text(
         "does not have; it was left out."
         for text in left_out
     ]
+    notes += changed_flags(listed, special_tokens(config, tokens_map).values(), base)
     known = base or BaseText(lambda _text: None)
     changed = _changed_tokens(config, tokens_map, frozenset(left_out), sources, known.special_tokens)
     ends = _end_tokens(merged_config(config, tokens_map).get("eos_token"), parsed, known, vocab_size, notes)
-    return AdapterText(templates, changed, ends, tuple(notes))
+    behind = {
+        one.token_id
+        for one in map(listed.__getitem__, left_out)
+        if type(one.token_id) is int and vocab_size is not None and one.token_id >= vocab_size
+    }
+    return AdapterText(templates, changed, ends, tuple(notes), len(behind))
 
 
 def _changed_tokens(

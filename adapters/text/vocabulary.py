@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from adapters.errors import Malformed, Unsupported
+from adapters.errors import MAX_SHOWN, Malformed, Unsupported
 from adapters.files.safetensors_header import printable, refuse_surrogates
 from adapters.text.side_files import Role
 
@@ -18,6 +18,8 @@ NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad
 _UNUSED_ROLES = frozenset({"unk_token", "sep_token", "pad_token", "cls_token", "mask_token"})
 # A token that fills batches in training, by its name.
 _PADDING_NAME = re.compile(r"(?<![a-z])pad(ding)?(?![a-z])", re.IGNORECASE)
+# How an added token is found in a text, and whether answers leave it out.
+FLAGS = ("lstrip", "rstrip", "single_word", "special")
 FILE_OF: Mapping[Role, str] = {
     "tokenizer_config": "tokenizer_config.json",
     "special_tokens_map": "special_tokens_map.json",
@@ -38,6 +40,7 @@ class BaseText:
 
     token_id          id of a token as the vocabulary spells it, None if there is none
     token_text        the reverse; empty for an id that stands for nothing
+    token_flags       FLAGS of an added token by name, None if the text is none
     special_tokens    named special tokens as text, by the names of the templates' variables
     eos_token_ids     ids that end an answer
     template_sources  of all its chat templates
@@ -45,6 +48,7 @@ class BaseText:
 
     token_id: Callable[[str], int | None]
     token_text: Callable[[int], str] = lambda _token_id: ""
+    token_flags: Callable[[str], Mapping[str, bool] | None] = lambda _text: None
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     eos_token_ids: tuple[int, ...] = ()
     template_sources: tuple[str, ...] = ()
@@ -95,9 +99,10 @@ def names_tokens(config: Mapping[str, Any], tokens_map: Mapping[str, Any]) -> bo
 
 @dataclass(slots=True)
 class ListedToken:
-    """A token of the adapter's tokenizer: its id where a file says it, and those files."""
+    """A token of the adapter's tokenizer: its id and FLAGS where a file says them, and those files."""
 
     token_id: Any = None
+    flags: dict[str, bool] = field(default_factory=dict)
     files: list[str] = field(default_factory=list)
 
 
@@ -105,11 +110,12 @@ def listed_tokens(files: Mapping[Role, bytes], parsed: Mapping[Role, dict[str, A
     """Tokens that the files add or name, by their texts."""
     listed: dict[str, ListedToken] = {}
 
-    def add(text: str | None, token_id: Any, role: Role) -> None:
+    def add(text: str | None, token_id: Any, role: Role, entry: Mapping[str, Any] = {}) -> None:
         if text is None:
             return
         one = listed.setdefault(text, ListedToken())
         one.token_id = one.token_id if token_id is None else token_id
+        one.flags = {name: bool(entry[name]) for name in FLAGS if name in entry} | one.flags
         if FILE_OF[role] not in one.files:
             one.files.append(FILE_OF[role])
 
@@ -119,10 +125,11 @@ def listed_tokens(files: Mapping[Role, bytes], parsed: Mapping[Role, dict[str, A
     decoder = config.get("added_tokens_decoder")
     for number, entry in decoder.items() if isinstance(decoder, dict) else ():
         if number.isdecimal() and len(number) < 12:
-            add(token_content(entry) if isinstance(entry, dict) else None, int(number), "tokenizer_config")
+            known = entry if isinstance(entry, dict) else {}
+            add(token_content(known), int(number), "tokenizer_config", known)
     for entry in _added_in(files["tokenizer"]) if "tokenizer" in files else ():
         if isinstance(entry, dict):
-            add(token_content(entry), _NO_ID if entry.get("id") is None else entry["id"], "tokenizer")
+            add(token_content(entry), _NO_ID if entry.get("id") is None else entry["id"], "tokenizer", entry)
     roles: tuple[Role, ...] = ("tokenizer_config", "special_tokens_map")
     for role in roles:
         for text in _named_in(parsed.get(role, {})):
@@ -163,6 +170,28 @@ def left_out_tokens(
             raise Unsupported(_changes_vocabulary(text, one.files, files))
         left_out.append(text)
     return left_out
+
+
+def changed_flags(listed: Mapping[str, ListedToken], named: Iterable[str], base: BaseText | None) -> list[str]:
+    """A note about tokens of the base that the adapter's tokenizer finds otherwise.
+
+    named  its special tokens, which are special whatever their entries say
+    """
+    found, files, special = [], set[str](), set(named)
+    for text, one in listed.items():
+        flags = base.token_flags(text) if base is not None else None
+        own = one.flags | ({"special": True} if one.flags and text in special else {})
+        others = [name for name, value in own.items() if flags is not None and flags[name] != value]
+        if others:
+            found.append(f"{shown(text)} ({', '.join(f'{name}: {str(own[name]).lower()}' for name in others)})")
+            files |= {*one.files}
+    if not found:
+        return []
+    more = f" and {len(found) - MAX_SHOWN} more" if len(found) > MAX_SHOWN else ""
+    return [
+        f"Other flags than in the base model's tokenizer stand in {' and '.join(sorted(files))} for "
+        f"{', '.join(found[:MAX_SHOWN])}{more}; they are not used, since texts are cut into tokens as the base's are."
+    ]
 
 
 def _is_new(text: str, token_id: Any, base: BaseText | None, vocab_size: int | None) -> bool:

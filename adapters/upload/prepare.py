@@ -18,7 +18,7 @@ from adapters.text.side_files import TEXT_ROLES
 from adapters.text.tokenizer_files import AdapterText, read_text
 from adapters.text.vocabulary import BaseText
 from adapters.upload.staging import Followed, Staging
-from adapters.upload.validate import bind_header, check_binding, module_reports
+from adapters.upload.validate import bind_header, check_binding, check_spare_rows, module_reports
 
 # A larger header is read once, when the upload is whole.
 _MAX_FOLLOWED_HEADER_BYTES = 1 << 20
@@ -68,6 +68,7 @@ class Intake:
         if followed is not None and followed.num_bytes != tensors.stat().st_size:
             followed = None
         binding = followed.binding if followed is not None else bind_header(config, tensors, self._layout)
+        notes = check_spare_rows(binding, text.num_padding_tokens)
         binding = check_binding(binding, tensors, self.row_plan, self._base)
         modules = module_reports(binding)
         ready = staging.directory / "ready"
@@ -90,7 +91,7 @@ class Intake:
             num_bytes=sum(report.num_bytes for report in modules),
             rows=binding.rows,
             modules=modules,
-            notes=(*warnings, *binding.notes, *text.notes, *staging.left_out),
+            notes=(*warnings, *binding.notes, *notes, *text.notes, *staging.left_out),
             has_chat_template=bool(text.templates),
             invocation=binding.invocation,
             special_tokens=text.special_tokens,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 from adapters.errors import BindingError, RowsExceeded
@@ -11,15 +12,48 @@ from adapters.layout import BaseLayout
 from adapters.peft.base_weights import BaseWeights
 from adapters.peft.binding import bind
 from adapters.peft.block_tensors import Stacked
-from adapters.peft.bound_tensors import TOKENS, Binding, BoundExtra, BoundSlice, Repeat
+from adapters.peft.bound_tensors import TOKENS, Binding, BoundExtra, BoundSlice, Repeat, first_of
 from adapters.peft.config import parse_config
 from adapters.row_plan import RowPlan
+
+# Training rounds the vocabulary up to a multiple of at most so many tokens (`pad_to_multiple_of`), each a power of two.
+_MAX_ROUNDING = 256
 
 
 def bind_header(config: bytes, tensor_path: Path, layout: BaseLayout, *, is_growing: bool = False) -> Binding:
     """Where each tensor of the file's header binds; `is_growing` as for `read_header`. Raises Malformed, Unsupported,
     BindingError."""
     return bind(layout, parse_config(config), read_header(tensor_path, is_growing=is_growing))
+
+
+def check_spare_rows(binding: Binding, num_padding_tokens: int) -> list[str]:
+    """Notes about rows behind the base's vocabulary. They stand for tokens that no text holds where the upload's
+    tokenizer adds padding tokens alone, and for nothing up to the size that training rounded the vocabulary to.
+
+    num_padding_tokens  that the tokenizer files add behind the vocabulary
+
+    Raises BindingError where the rows may be other tokens'.
+    """
+    unknown, notes = [], []
+    for tensor, num_rows in binding.spare_rows:
+        rounded = math.gcd(tensor.shape[0], _MAX_ROUNDING)
+        if num_padding_tokens and 0 <= num_rows - num_padding_tokens < rounded:
+            notes.append(
+                f"The last {num_rows} rows of {tensor.name} are of padding tokens, or of none, which no text holds; "
+                "they were left out."
+            )
+            continue
+        unknown.append(
+            (
+                tensor.name,
+                f"it has {num_rows} rows more than the base model's vocabulary: the vocabulary was changed in "
+                "training. It is served where these are of padding tokens, as the adapter's tokenizer.json or "
+                "added_tokens.json says; upload that too, or train without resize_token_embeddings",
+            )
+        )
+    if unknown:
+        raise BindingError.listing(unknown)
+    return first_of(notes)
 
 
 def check_binding(binding: Binding, tensor_path: Path, row_plan: RowPlan | None, base: BaseWeights | None) -> Binding:

@@ -201,6 +201,7 @@ def _open_store(services: Services) -> AdapterStore:
             base_text=BaseText(
                 tokenizer.token_id,
                 tokenizer.token_name,
+                tokenizer.token_flags,
                 tokenizer.special_tokens,
                 tokenizer.eos_token_ids,
                 tuple(template.source for template in services.templates.values()),

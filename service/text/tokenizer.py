@@ -12,7 +12,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from adapters.text.vocabulary import merged_config, special_tokens, token_content
+from adapters.text.vocabulary import FLAGS, merged_config, special_tokens, token_content
 
 # So many are decoded in a millisecond.
 _TOKENS_OF_A_PIECE = 1 << 14
@@ -103,6 +103,12 @@ class TextTokenizer:
     def to_json(self) -> str:
         """The text of a tokenizer.json, with what tokenizer_config.json declares special."""
         return self._tokenizer.to_str()
+
+    def token_flags(self, text: str) -> dict[str, bool] | None:
+        """FLAGS of an added token, None for a text that is none."""
+        token_id = self._tokenizer.token_to_id(text)
+        token = None if token_id is None else self._added.get(token_id)
+        return None if token is None else {name: getattr(token, name) for name in FLAGS}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`, with what the model's post-processor adds (a BOS, say) if `add_special_tokens`.

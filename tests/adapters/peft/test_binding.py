@@ -188,7 +188,7 @@ def test_every_tensor_that_does_not_bind_is_listed_with_its_reason(tmp_path: Pat
         "base_model.model.model.layers.0.self_attn.q_proj.weight": "full weight",
         "base_model.model.lm_head.modules_to_save.weight": "modules_to_save",
         "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta": "trained tokens",
-        "base_model.model.model.embed_tokens.weight": "vocabulary was changed",
+        "base_model.model.model.embed_tokens.weight": "vocabulary was changed",  # it has fewer rows
         "base_model.model.model.embed_tokens.lora_A.weight": "lora_embedding_A/B",
         "base_model.model.model.layers.0.self_attn.o_proj.lora_embedding_A": "lora_A/B",
         "base_model.model.model.norm.weight": "neither",

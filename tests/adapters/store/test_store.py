@@ -567,7 +567,7 @@ def test_an_adapters_chat_template_is_kept(store: AdapterStore, files: dict[str,
 def test_the_digest_covers_what_changes_a_prompt_or_an_answer(tmp_path: Path) -> None:
     tokens = {"<s>": 1, "</s>": 2, "<end>": 3, "<pad>": 0}
     special = {"bos_token": "<s>", "eos_token": "</s>"}
-    base = BaseText(tokens.get, str, special, (2,))
+    base = BaseText(tokens.get, str, special_tokens=special, eos_token_ids=(2,))
     store = AdapterStore(tmp_path / "store", LAYOUT, LIMITS, base_name="base", base_text=base)
 
     names = map(str, count())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from adapters.errors import Malformed, Unsupported
 from adapters.files.safetensors_header import MAX_CONTAINERS, MAX_VALUES, parse_json_object
 from adapters.text.tokenizer_files import AdapterText, read_text
-from adapters.text.vocabulary import BaseText
+from adapters.text.vocabulary import FLAGS, BaseText
 
 TOO_MUCH = r"cannot be read: it may have 32768 lists and objects and 262144 commas\.$"
 
@@ -88,6 +89,7 @@ SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
 BASE = BaseText(
     token_id={"<pad>": 0, "<s>": 1, "</s>": 2, "<|im_start|>": 3, "<|im_end|>": 4, "x": 5}.get,
     token_text=lambda token_id: f"text of {token_id}",
+    token_flags=lambda text: {**dict.fromkeys(FLAGS, False), "special": True} if text == "<|im_end|>" else None,
     special_tokens=SPECIAL,
     eos_token_ids=(2,),
     template_sources=("{{ bos_token }}{{ messages }}{{ eos_token }}",),
@@ -118,6 +120,25 @@ def test_a_token_that_only_pads_is_left_out_with_a_note(role: str, text: str, to
     found = read(**{role: added(text, token_id)[role]})
     assert any(repr(text) in note and "left out" in note for note in found.notes)
     assert found.special_tokens == {}
+
+
+@pytest.mark.parametrize("role", ["tokenizer_config", "tokenizer"])
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ({"lstrip": True}, "lstrip: true"),
+        ({"special": False, "rstrip": True}, "rstrip: true, special: false"),
+        ({"normalized": True}, None),
+        ({}, None),
+    ],
+)
+def test_other_flags_of_the_bases_tokens_are_told(role: str, flags: dict[str, bool], told: str | None) -> None:
+    plain = {"lstrip": False, "rstrip": False, "single_word": False, "special": True, "normalized": False}
+    one = {"id": 4, "content": "<|im_end|>", **plain, **flags}
+    made = {"tokenizer": {"added_tokens": [one]}, "tokenizer_config": {"added_tokens_decoder": {"4": one}}}[role]
+    notes = read(**{role: made}).notes
+    assert (notes == ()) == (told is None), notes
+    assert told is None or f"for '<|im_end|>' ({told}); they are not used" in notes[0]
 
 
 @pytest.mark.parametrize("role", ["pad_token", "unk_token", "mask_token"])
@@ -153,7 +174,7 @@ def test_a_token_that_matters_is_refused_with_the_files_to_leave_at_home(
 
 
 def test_names_that_the_base_itself_cannot_spell_change_nothing() -> None:
-    base = BaseText(BASE.token_id, BASE.token_text, {**SPECIAL, "bos_token": "<none>"}, (2,), BASE.template_sources)
+    base = replace(BASE, special_tokens={**SPECIAL, "bos_token": "<none>"})
     files = {"tokenizer_config": json.dumps({**SPECIAL, "bos_token": "<none>"}).encode()}
     assert read_text(cast(Any, files), {}, base, 10) == AdapterText({}, {}, (), ())
 

@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import openai
+import peft
 import pytest
+import torch
 import transformers
 
 from service.cli.main import main
@@ -245,6 +247,46 @@ class TestVocabulary:
         tokenizer.save_pretrained(directory)
         assert any("'<|PAD_TOKEN|>'" in note for note in send(directory)["notes"])
         assert prompt(server, "pads") == wanted(directory)
+
+    @pytest.mark.parametrize("multiple", [None, 64])
+    @pytest.mark.parametrize("saved", [["embed_tokens", "lm_head"], None])
+    def test_rows_of_padding_tokens_are_left_out(
+        self,
+        saved: list[str] | None,
+        multiple: int | None,
+        server: Server,
+        send: Callable[..., dict[str, Any]],
+        checkpoints: Checkpoints,
+        tmp_path: Path,
+    ) -> None:
+        """As training saves them that resized the base for its padding token; answers are PEFT's. Without
+        modules_to_save PEFT saves the base's own rows."""
+        base = transformers.AutoModelForCausalLM.from_pretrained(checkpoints.base)
+        num_tokens = base.config.vocab_size
+        base.resize_token_embeddings(num_tokens + 1, pad_to_multiple_of=multiple, mean_resizing=False)
+        model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=saved))
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.requires_grad and parameter.shape[0] < 4096:
+                    parameter += 0.05 * torch.randn_like(parameter) * ("lora_B" in name or "modules_to_save" in name)
+        directory = tmp_path / "resized"
+        model.save_pretrained(directory, save_embedding_layers=True)
+        for tokens in ({}, {"<|tool|>": num_tokens}):
+            (directory / "added_tokens.json").write_text(json.dumps(tokens))
+            with pytest.raises(AssertionError):
+                send(directory)
+        (directory / "added_tokens.json").write_text(json.dumps({"<|PAD_TOKEN|>": num_tokens}))
+        notes = send(directory)["notes"]
+        assert sum("rows of base_model" in note and "padding tokens" in note for note in notes) == (
+            6 if saved else 2
+        ), notes
+        prompt_ids = torch.tensor([[5, 6, 7, 8]])
+        spare = list(range(num_tokens, base.config.vocab_size))  # which random rows may prefer
+        asked = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "suppress_tokens": spare}
+        truth = model.eval().generate(input_ids=prompt_ids, **asked)
+        body = {"model": "resized", "prompt": prompt_ids[0].tolist(), "max_tokens": 12, "temperature": 0}
+        answer = server.post("/v1/completions", json={**body, "return_token_ids": True}).json()
+        assert answer["choices"][0]["token_ids"] == truth[0, 4:].tolist()
 
     def test_the_tokenizer_can_be_left_at_home(
         self, save: Save, send: Callable[..., dict[str, Any]], server: Server, capsys: pytest.CaptureFixture[str]
