@@ -69,10 +69,9 @@ def lark_of_calls(
     is_several   more than one call may come
     thinks       thoughts may come first, between their marks
     is_thinking  the prompt has begun one
-    closes_objects  of arguments, see `closed_schema`
+    closes_objects  of arguments, see `closed_schema`; otherwise what a schema does not close is open
     """
-    if closes_objects:
-        tools = [(name, closed_schema(schema)) for name, schema in tools]
+    tools = [(name, closed_schema(schema) if closes_objects else _opened(schema)) for name, schema in tools]
     # A rule of a parameter repeats all definitions, so that rules can be many times as long as the tools.
     lark = Lark(special_ids, MAX_CONSTRAINT_BYTES)
     head, calls = _FORMS[form](lark, tools, is_several)
@@ -167,10 +166,20 @@ def _in_list(lark: Lark, call: str, is_several: bool) -> str:
     return lark.rule(f'"[" {call} (", " {call})* "]"' if is_several else f'"[" {call} "]"')
 
 
+def _opened(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema of arguments, said to be open where it does not say."""
+    return {"additionalProperties": True, **schema} if "properties" in schema and set(schema) <= _PLAIN else schema
+
+
 def _is_plain(schema: Mapping[str, Any]) -> bool:
-    """Whether the properties that it names are all that there can be. A tool that names some and does not speak of
-    others takes no others."""
-    return "properties" in schema and set(schema) <= _PLAIN and not schema.get("additionalProperties", False)
+    """Whether it says no more of its object than the properties, and whether there may be others."""
+    return "properties" in schema and set(schema) <= _PLAIN and type(schema.get("additionalProperties", False)) is bool
+
+
+def _other_key(lark: Lark, begin: str, key: str, end: str, schema: Mapping[str, Any]) -> str:
+    """The beginning of a property that the schema does not name; `key` is a regular expression."""
+    names = "|".join(re.escape(name).replace("/", r"\/") for name in schema["properties"])
+    return lark.terminal(rf"/{begin}{key}{end}/" + rf" & ~/{begin}({names}){end}/" * bool(names))
 
 
 def _is_separable(schema: Mapping[str, Any]) -> bool:
@@ -193,6 +202,10 @@ def _arguments(lark: Lark, schema: Mapping[str, Any]) -> str:
     required = set(schema.get("required", ()))
     # From the last property on: what may come where none has been written, and where some have.
     first = after = NOTHING
+    if schema.get("additionalProperties"):
+        other = lark.rule(f"{_other_key(lark, '', r'[A-Za-z_][A-Za-z_0-9]*', '=', schema)} {lark.json({})}")
+        after = lark.rule(f'(", " {other})*')
+        first = lark.rule(f"({other} {after})?")
     for name, value in reversed(schema.get("properties", {}).items()):
         given = {**value, **shared} if isinstance(value, dict) else value
         written = f"{lark.text(f'{name}=')} {lark.json(given)}"
@@ -243,6 +256,10 @@ def _parameters(lark: Lark, schema: Mapping[str, Any]) -> str:
             text = f"{lark.json({**value, **shared} if isinstance(value, dict) else value)} {_END_OF_VALUE}"
         one = lark.rule(rf'{json.dumps(f"<parameter={name}>", ensure_ascii=False)} "\n" {text} "\n"')
         parts.append(one if name in required else f"{one}?")
+    if schema.get("additionalProperties"):
+        key = _other_key(lark, "<parameter=", r"[^>\s]+", ">", schema)
+        value = lark.up_to("\n" + _END_OF_PARAMETER)
+        parts.append(lark.rule(rf'({key} "\n" {value} "\n")*'))
     return " ".join(parts) or NOTHING
 
 

@@ -128,6 +128,38 @@ def test_every_answer_of_the_grammar_is_calls(
 
 
 @pytest.mark.parametrize("name", FORMATS)
+def test_open_arguments_may_have_others(tokenizers: dict[tuple[str, bool], TextTokenizer], name: str) -> None:
+    """By the server's setting, or since the schema says so; written as the format writes all others."""
+    unsaid = {"type": "object", "properties": {"a": {"type": "integer"}, "b/": {"type": "string"}}, "required": ["a"]}
+    if name == "lfm2":  # whose calls are Python's
+        unsaid["properties"] = {"a": {"type": "integer"}, "b": {"type": "string"}}
+    calls = {
+        "hermes": '<tool_call>\n{"name": "f", "arguments": {"a": 1, "x": "y"}}\n</tool_call>',
+        "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n<parameter=x>\ny\n</parameter>\n"
+        "</function>\n</tool_call>",
+        "llama3_json": '{"name": "f", "parameters": {"a": 1, "x": "y"}}',
+        "mistral": '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1, "x": "y"}}]',
+        "lfm2": '<|tool_call_start|>[f(a=1, x="y")]<|tool_call_end|>',
+    }
+    tokenizer, text = tokenizers[name, False], calls[name]
+    (call,) = read(text, name, {"f": unsaid})
+    assert isinstance(call, Call) and json.loads(call.arguments) == {"a": 1, "x": "y"}
+
+    def fits(schema: dict[str, Any], **how: bool) -> bool:
+        return follows(tokenizer, lark_of_calls(name, [("f", schema)], {}, **how), text)
+
+    assert not fits(unsaid)
+    assert fits(unsaid, closes_objects=False)
+    assert fits({**unsaid, "additionalProperties": True})
+    assert not fits({**unsaid, "additionalProperties": False}, closes_objects=False)
+    opened = {"f": {**unsaid, "additionalProperties": True}}
+    for walked in walks(tokenizer, lark_of_calls(name, list(opened.items()), {}, is_several=False), 20):
+        (call,) = read(walked, name, opened)
+        assert isinstance(call, Call), walked
+        jsonschema.validate(json.loads(call.arguments), opened["f"])
+
+
+@pytest.mark.parametrize("name", FORMATS)
 def test_one_call_is_one(tokenizers: dict[tuple[str, bool], TextTokenizer], name: str) -> None:
     lark = lark_of_calls(name, list(SCHEMAS.items()), {}, is_several=False)
     assert {len(read(text, name, SCHEMAS)) for text in walks(tokenizers[name, False], lark, 20)} == {1}
