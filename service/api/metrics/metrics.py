@@ -126,6 +126,14 @@ class Metrics:
         registry.register(self.inter_token)
         text = "From admission to the last token."
         self.request_seconds = self._histogram("request_seconds", text, _REQUEST_SECONDS)
+        text = "From a sequence's arrival in the engine to its first step."
+        self.queue_seconds = self._histogram("request_queue_seconds", text, _REQUEST_SECONDS)
+        text = "From a sequence's first step to its first token."
+        self.prefill_seconds = self._histogram("request_prefill_seconds", text, _REQUEST_SECONDS)
+        text = "From a sequence's first token to its last."
+        self.decode_seconds = self._histogram("request_decode_seconds", text, _REQUEST_SECONDS)
+        text = "From a sequence's first step to its last token."
+        self.inference_seconds = self._histogram("request_inference_seconds", text, _REQUEST_SECONDS)
         text = "Prompt tokens of a sequence."
         self.request_prompt_tokens = self._histogram("request_prompt_tokens", text, _REQUEST_TOKENS)
         text = "Tokens generated for a sequence."
@@ -306,6 +314,7 @@ class SequenceTimer:
         self._started = time.perf_counter()
         self._first: float | None = None
         self._last = self._started
+        self._waited_seconds = 0.0
         self.outcome: str | None = None
         self.num_tokens = 0
         metrics.prompt_tokens.inc(num_prompt_tokens)
@@ -317,13 +326,13 @@ class SequenceTimer:
         """From admission to the first token."""
         return None if self._first is None else self._first - self._started
 
-    def token(self) -> None:
-        """A token arrived."""
+    def token(self, waited_seconds: float | None = None) -> None:
+        """A token arrived; `waited_seconds` as `Tokens` has it."""
         before, self._last = self._last, time.perf_counter()
         if self._first is not None:
             self._metrics.inter_token.observe(self._last - before)
         else:
-            self._first = self._last
+            self._first, self._waited_seconds = self._last, waited_seconds or 0.0
             self._metrics.time_to_first_token.observe(self._first - self._started)
             self._metrics.by_adapter.first_token(self._adapter)
         self.num_tokens += 1
@@ -342,6 +351,13 @@ class SequenceTimer:
         metrics.generation_tokens.inc(self.num_tokens)
         metrics.request_generation_tokens.observe(self.num_tokens)
         metrics.by_adapter.ended(self._adapter, outcome, self.num_tokens, had_token=self._first is not None)
+        if self._first is not None:
+            to_first, to_last = self._first - self._started, self._last - self._first
+            prefill_seconds = max(0.0, to_first - self._waited_seconds)
+            metrics.queue_seconds.observe(self._waited_seconds)
+            metrics.prefill_seconds.observe(prefill_seconds)
+            metrics.decode_seconds.observe(to_last)
+            metrics.inference_seconds.observe(prefill_seconds + to_last)
         if self._first is not None and self.num_tokens > 1:
             metrics.time_per_output_token.observe((self._last - self._first) / (self.num_tokens - 1))
         metrics.request_seconds.observe(self._last - self._started)

@@ -153,12 +153,14 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Tokens(msgspec.Struct, frozen=True, tag=True):
-    """New tokens of a request, in order. `prompt_logprobs` comes once, with the first message, entry 0 being None."""
+    """New tokens of a request, in order. `prompt_logprobs` comes once, with the first message, entry 0 being None, and
+    `waited_seconds`, from the request's arrival to its first step, with the first token."""
 
     request_id: str
     token_ids: tuple[int, ...]
     logprobs: tuple[ScoredToken, ...] = ()
     prompt_logprobs: tuple[ScoredToken | None, ...] | None = None
+    waited_seconds: float | None = None
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):

@@ -25,6 +25,7 @@ Cost per step: O(running + flows), and the cost of `fair_queue.py`.
 
 from __future__ import annotations
 
+import time
 from bisect import insort
 from itertools import accumulate, pairwise
 
@@ -44,6 +45,8 @@ def _count(chunk: ScheduledChunk) -> None:
     sequence = chunk.sequence
     sequence.num_computed += chunk.num_tokens
     sequence.has_begun = True
+    if sequence.waited_seconds is None:
+        sequence.waited_seconds = time.perf_counter() - sequence.came_at[0]
     sequence.num_prompt_logprobs += chunk.num_prompt_logits
     if chunk.samples and sequence.request.sampling.max_tokens > 0:
         sequence.num_in_flight += 1

@@ -42,6 +42,7 @@ class Sequence:
                    tokens that the host knows, whatever the scheduler does with the sequence
     came_from      the tier that had its adapter when it came; None without one, and once its first token was told
     came_at        the engine's clock then, in seconds, and its number of steps
+    waited_seconds  from then to its first step, None before it
     pooled         of its hidden states, once its last prompt token is computed; see `Finished`
     """
 
@@ -63,6 +64,7 @@ class Sequence:
     constraint: TokenConstraint | None = None
     came_from: Tier | None = None
     came_at: tuple[float, int] = (0.0, 0)
+    waited_seconds: float | None = None
     pooled: bytes | None = None
 
     @property

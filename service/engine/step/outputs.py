@@ -82,7 +82,8 @@ def tokens_message(sequence: Sequence, choice: Choice) -> Tokens | None:
         logprobs = () if choice.logprob is None else (choice.logprob,)
     if not tokens and prompt_logprobs is None:
         return None
-    return Tokens(sequence.request_id, tokens, logprobs, prompt_logprobs)
+    waited_seconds = sequence.waited_seconds if len(sequence.token_ids) == sequence.num_prompt else None
+    return Tokens(sequence.request_id, tokens, logprobs, prompt_logprobs, waited_seconds)
 
 
 def _row_of(sequence: Sequence, logits_row: int, index: int) -> RowSampling:

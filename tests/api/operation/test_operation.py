@@ -303,6 +303,10 @@ class TestMetrics:
             ("time_to_first_token_seconds_sum", "time_to_first_token_seconds_sum"),
             ("request_time_per_output_token_seconds_count", "time_per_output_token_seconds_count"),
             ("e2e_request_latency_seconds_count", "request_seconds_count"),
+            ("request_queue_time_seconds_count", "request_queue_seconds_count"),
+            ("request_prefill_time_seconds_sum", "request_prefill_seconds_sum"),
+            ("request_decode_time_seconds_sum", "request_decode_seconds_sum"),
+            ("request_inference_time_seconds_sum", "request_inference_seconds_sum"),
             ("request_prompt_tokens_sum", "all_prompt_tokens_total"),
             ("iteration_tokens_total_count", "step_tokens_count"),
         ):
@@ -325,6 +329,24 @@ class TestMetrics:
             assert value(f"vllm:{name}_seconds_bucket", None, bound, None) >= 0
         config = samples["vllm:cache_config_info", None, None, None].labels
         assert (config["block_size"], int(config["num_gpu_blocks"])) == ("16", value("multilora_kv_blocks_total"))
+
+    def test_a_requests_time_is_that_in_the_queue_the_prompt_and_the_answer(self, server: Server) -> None:
+        parts = ("request_queue_seconds", "request_prefill_seconds", "request_decode_seconds")
+        whole = ("time_to_first_token_seconds", "request_inference_seconds", "request_seconds")
+
+        def sums() -> dict[str, float]:
+            return {name: server.metric(f"{name}_sum") for name in (*parts, *whole)}
+
+        wait_for(lambda: not server.metric("num_requests_open"), "nothing to run")
+        before = sums()
+        assert server.post("/v1/completions", json={"prompt": "xyz" * 9, "max_tokens": 20}).status_code == 200
+        now = sums()
+        seconds = {name: now[name] - before[name] for name in now}
+        assert all(one > 0 for one in seconds.values()), seconds
+        queue, prefill, decode = (seconds[name] for name in parts)
+        assert queue + prefill == pytest.approx(seconds["time_to_first_token_seconds"])
+        assert prefill + decode == pytest.approx(seconds["request_inference_seconds"])
+        assert queue + prefill + decode == pytest.approx(seconds["request_seconds"])
 
     def test_the_load_is_what_has_not_ended(self, server: Server) -> None:
         assert server.get("/load").json() == {"server_load": server.metric("num_requests_open")}
