@@ -61,6 +61,27 @@ def test_clients_of_python(client: str, heading: str, server: Server) -> None:
     assert run([str(python), "-c", calling], server, **OFFLINE) == CALLED
 
 
+@pytest.mark.parametrize(
+    ("client", "heading", "language"),
+    [
+        ("litellm", "### litellm", "python"),
+        ("langchain", "### LangChain", "python"),
+        ("vercel-ai", "### Vercel AI SDK", "js"),
+    ],
+)
+def test_tools_of_a_model_whose_template_has_none(client: str, heading: str, language: str, tmp_path: Path) -> None:
+    """The blocks that call a tool, with the server's own prompt for tools; the model is a scripted one."""
+    home, block = environment(client), blocks(PAGE, heading, language)[-1]
+    javascript = ["node", "--input-type=module", "--eval", block]
+    command = javascript if language == "js" else [str(home / "bin" / "python"), "-c", block]
+    call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "27 + 15"}}\n</tool_call>'
+    with scripted_server(BUNDLED_MODEL_DIR, tmp_path / "store", model_name="calculator") as server:
+        server.says(f"One moment.\n{call}", "The answer is 42.")
+        assert run(command, server, cwd=home if language == "js" else ROOT, **OFFLINE) == CALLED
+        prompt = server.engine.last_prompt
+    assert "<tools>" in prompt and call in prompt and "<tool_response>\n42\n</tool_response>" in prompt
+
+
 def test_vercel_ai_sdk(server: Server) -> None:
     home = environment("vercel-ai")
     chat, structured, calling = (

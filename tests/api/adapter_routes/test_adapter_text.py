@@ -173,17 +173,24 @@ def test_named_templates_of_an_adapter_are_chosen_as_transformers_chooses(
         server.http.delete(f"{server.url}/v1/adapters/named")
 
 
-def test_named_templates_of_a_base_are_chosen_as_transformers_chooses(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    base = tmp_path / "base"
+def test_named_templates_of_a_base_and_of_what_it_preloads_are_chosen_as_transformers_chooses(
+    checkpoints: Checkpoints, tmp_path: Path, save: Save
+) -> None:
+    base, preloaded = tmp_path / "base", tmp_path / "preloaded"
+    preloaded.mkdir()
+    own = {name: source.replace("content", "content | upper") for name, source in NAMED.items()}
+    directories = [save(name, own).rename(preloaded / name) for name in ("files", "list")]
+    as_list(directories[1])
     shutil.copytree(checkpoints.base, base)
     tokenizer = transformers.AutoTokenizer.from_pretrained(base)
     tokenizer.chat_template = NAMED
     tokenizer.save_pretrained(base)
     tools = [TOOL]
-    with running_server(base, tmp_path / "server", model_name=BASE) as server:
-        assert prompt(server, BASE) == wanted(base)
-        assert prompt(server, BASE, tools=tools) == wanted(base, tools=tools)
-        assert prompt(server, BASE, chat_template_name="rag") == wanted(base, chat_template="rag")
+    with running_server(base, tmp_path / "server", model_name=BASE, preload_adapters_dir=preloaded) as server:
+        for model, directory in ((BASE, base), *((one.name, one) for one in directories)):
+            assert prompt(server, model) == wanted(directory)
+            assert prompt(server, model, tools=tools) == wanted(directory, tools=tools)
+            assert prompt(server, model, chat_template_name="rag") == wanted(directory, chat_template="rag")
 
 
 class TestEnds:
