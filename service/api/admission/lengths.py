@@ -67,7 +67,9 @@ def checked_max_tokens(ready: Ready, request: CompletionRequest | ChatRequest, t
     too_high = next((token_id for token_id in token_ids if token_id >= ready.vocab_size), None)
     if too_high is not None:
         raise BadRequest(
-            f"`prompt` holds the token {too_high}, but the vocabulary ends at {ready.vocab_size - 1}.", param=field
+            f"`prompt` holds the token {too_high}, which is out of vocabulary: the last token is "
+            f"{ready.vocab_size - 1}.",
+            param=field,
         )
     return wanted
 

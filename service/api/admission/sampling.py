@@ -165,7 +165,9 @@ def _checked_ids(request: Generation, name: str, vocab_size: int) -> tuple[int, 
     token_ids = getattr(request, name) or ()
     for token_id in token_ids:
         if token_id >= vocab_size:
-            raise BadRequest(f"{name} holds {token_id}, but the vocabulary ends at {vocab_size - 1}.", param=name)
+            raise BadRequest(
+                f"{name} holds {token_id}, which is out of vocabulary: the last token is {vocab_size - 1}.", param=name
+            )
     return tuple(token_ids)
 
 

@@ -49,7 +49,7 @@ def _allowed(request: Generation, vocab_size: int) -> bytes:
     highest = max(token_ids)
     if highest >= vocab_size:
         raise BadRequest(
-            f"allowed_token_ids holds {highest}, but the vocabulary ends at {vocab_size - 1}.",
+            f"allowed_token_ids holds {highest}, which is out of vocabulary: the last token is {vocab_size - 1}.",
             param="allowed_token_ids",
         )
     bits = bytearray(highest // 8 + 1)

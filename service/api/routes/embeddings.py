@@ -180,7 +180,9 @@ def _prompt(services: Services, ready: Ready, body: EmbeddingRequest, index: int
         )
     if max(token_ids) >= ready.vocab_size:
         raise BadRequest(
-            f"`{name}` holds the token {max(token_ids)}, but the vocabulary ends at {ready.vocab_size - 1}.", param=name
+            f"`{name}` holds the token {max(token_ids)}, which is out of vocabulary: the last token is "
+            f"{ready.vocab_size - 1}.",
+            param=name,
         )
     return Prompt(token_ids, "")
 

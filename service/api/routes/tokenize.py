@@ -143,5 +143,7 @@ def _text(tokenizer: TextTokenizer, token_ids: list[int]) -> str:
     highest = max(locked_pieces(max(token_ids[at : at + _TOKENS_PER_PLACE]) for at in starts), default=-1)
     if highest >= tokenizer.vocab_size:
         last = tokenizer.vocab_size - 1
-        raise BadRequest(f"`tokens` holds {highest}, but the vocabulary ends at {last}.", param="tokens")
+        raise BadRequest(
+            f"`tokens` holds {highest}, which is out of vocabulary: the last token is {last}.", param="tokens"
+        )
     return tokenizer.decode_in_pieces(token_ids)
