@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 
 from adapters.layout import BaseLayout, Group
+from adapters.memory.madvise import use_huge_pages
 from adapters.memory.row_ranges import RangeAllocator
 
 ALIGNMENT_BYTES = 256
@@ -97,7 +98,9 @@ class PageableMemory:
     """Heap memory, for engines on a CPU."""
 
     def take(self, num_bytes: int) -> torch.Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8)
+        slab = torch.empty(num_bytes, dtype=torch.uint8)
+        use_huge_pages(slab)
+        return slab
 
     def give_back(self, slab: torch.Tensor) -> None:
         """The slab is freed with its last reference."""

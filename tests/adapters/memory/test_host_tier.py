@@ -13,7 +13,7 @@ import torch
 
 from adapters.errors import Malformed, NotFound, Unsupported
 from adapters.memory.host_tier import HostTier, read_adapter
-from adapters.memory.slab import ALIGNMENT_BYTES
+from adapters.memory.slab import ALIGNMENT_BYTES, PageableMemory
 from adapters.store.store import AdapterStore, StoreLimits
 from tests.support.adapter_files import (
     HIDDEN,
@@ -170,3 +170,20 @@ def test_what_depends_on_the_layout_alone_is_derived_once(
     monkeypatch.setattr("adapters.files.paths.asdict", derived_again)
     again = read_adapter(tmp_path, LAYOUT, digest, torch.float32)
     assert again.shape_key == first.shape_key
+
+
+def test_large_slabs_are_of_huge_pages() -> None:
+    """Small pages of one cost more time than the copy into it."""
+    if not Path("/sys/kernel/mm/transparent_hugepage").is_dir():
+        pytest.skip("NOT RUN: this system has no huge pages")
+    slab = PageableMemory().take(32 << 20)
+    middle = slab.data_ptr() + slab.nbytes // 2
+    inside, flags = False, ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        head = line.split(" ", 1)[0]
+        if "-" in head:
+            first, last = (int(one, 16) for one in head.split("-"))
+            inside = first <= middle < last
+        elif inside and line.startswith("VmFlags:"):
+            flags = line
+    assert "hg" in flags.split(), flags
