@@ -146,7 +146,8 @@ def _files_of(path: Path) -> dict[str, Path]:
             f"{path} has no {' and no '.join(missing)}; give a directory that PEFT's save_pretrained wrote."
         )
     templates = sorted(f"{_TEMPLATES}/{file.name}" for file in (path / _TEMPLATES).glob("*.jinja"))
-    return {name: path / name for name in (_CONFIG, *weights, *_BESIDE, *templates) if (path / name).is_file()}
+    # The tensors last: the server hashes them as they come, once it has what the digest covers besides.
+    return {name: path / name for name in (_CONFIG, *_BESIDE, *templates, *weights) if (path / name).is_file()}
 
 
 def _unsent(path: Path, files: dict[str, Path]) -> list[str]:
