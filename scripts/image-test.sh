@@ -68,7 +68,7 @@ build_target() {
     grep '^smoke: ' "$work/build.log"
 }
 
-# start TAG [--first-host] [--ray] [--env NAME=VALUE ...]: the container stays, and is called like the target.
+# start TAG [--doctor-deep] [--ray] [--env NAME=VALUE ...]: the container stays, and is called like the target.
 start() {
     # buildah gives 1024 descriptors, where container engines give what there are; HAProxy wants two for each connection.
     "${buildah[@]}" from --name "$1" --ulimit "nofile=$(ulimit -Hn)" "localhost/multilora:$1" >/dev/null
@@ -109,7 +109,7 @@ start cpu-ray --ray
 step "build npu"
 build_target npu
 step "start npu, on the CPU"
-start npu --first-host --env MULTILORA_DEVICE=cpu --env TORCH_DEVICE_BACKEND_AUTOLOAD=0
+start npu --doctor-deep --env MULTILORA_DEVICE=cpu --env TORCH_DEVICE_BACKEND_AUTOLOAD=0
 step "doctor npu"
 examine_npu
 step "passed"

@@ -1,10 +1,10 @@
 """Run a built image's own command in a buildah container, use it as a client would, and stop it with SIGTERM.
 
-python scripts/image_probe.py WORK_DIR CONTAINER [--env NAME=VALUE ...] [--first-host] [--ray]
+python scripts/image_probe.py WORK_DIR CONTAINER [--env NAME=VALUE ...] [--doctor-deep] [--ray]
 
-With --first-host that command is run too, interrupted once, and every step of it must have an answer. With --ray the
-image is one of deploy/ray/Dockerfile: in place of its own command it runs the application on Ray Serve with two
-engines behind HAProxy, which a client uses likewise.
+With --doctor-deep `multilora doctor --deep` is run too, interrupted once, and every step of it must have an answer.
+With --ray the image is one of deploy/ray/Dockerfile: in place of its own command it runs the application on Ray Serve
+with two engines behind HAProxy, which a client uses likewise.
 
 WORK_DIR holds buildah's storage. Standard library alone; an AssertionError says what is wrong.
 """
@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # For machines with much else to do: none is a measure of speed.
 START_LIMIT_SECONDS, SHUTDOWN_LIMIT_SECONDS, STOP_LIMIT_SECONDS = 600.0, 600, 660.0
 # Its own limit is half an hour; with the bundled model it takes two minutes of computing.
-FIRST_HOST_LIMIT_SECONDS, FIRST_HOST_STEP, REPORT_DIR, INTERRUPTED = 1860.0, "doctor", "/tmp/first-host", 130
+DEEP_LIMIT_SECONDS, DEEP_STEP, REPORT_DIR, INTERRUPTED = 1860.0, "doctor", "/tmp/doctor-report", 130
 ADAPTER_DIR = ROOT / "service" / "bundled" / "adapters" / "pig-latin"
 WORDS = "lamp tiger moss"
 # As in deploy/ray/rayservice.yaml.
@@ -215,24 +215,24 @@ def look_at_ray(container: Container) -> None:
     print(f"image_probe: on Ray Serve: served and uploaded with {len(replicas)} engines")
 
 
-def look_at_first_host(container: Container) -> None:
-    """`multilora first-host`, ended by SIGTERM once its second step of this device is at work, and resumed."""
-    command = ["multilora", "first-host", "--report-dir", REPORT_DIR]
+def examine_deeply(container: Container) -> None:
+    """`multilora doctor --deep`, ended by SIGTERM once its second step of this device is at work, and resumed."""
+    command = ["multilora", "doctor", "--deep", "--report-dir", REPORT_DIR]
     container.start(command)
     deadline = time.monotonic() + START_LIMIT_SECONDS
-    while f" {FIRST_HOST_STEP}: " not in container.log:
-        assert container.process.poll() is None, f"first-host ended:\n{container.log}"
-        assert time.monotonic() < deadline, f"first-host does not get on:\n{container.log}"
+    while f" {DEEP_STEP}: " not in container.log:
+        assert container.process.poll() is None, f"doctor --deep ended:\n{container.log}"
+        assert time.monotonic() < deadline, f"doctor --deep does not get on:\n{container.log}"
         time.sleep(0.1)
     os.kill(container.main_pid(), signal.SIGTERM)
     code = container.process.wait(STOP_LIMIT_SECONDS)
-    assert code == INTERRUPTED, f"exit code {code} of first-host after SIGTERM:\n{container.log}"
+    assert code == INTERRUPTED, f"exit code {code} of doctor --deep after SIGTERM:\n{container.log}"
     container.start([*command, "--resume"])
-    code = container.process.wait(FIRST_HOST_LIMIT_SECONDS)
+    code = container.process.wait(DEEP_LIMIT_SECONDS)
     report = json.loads(container.run("cat", f"{REPORT_DIR}/report.json").stdout)
     statuses = {step["name"]: step["status"] for step in report["steps"]}
     assert code in (0, 1) and set(statuses.values()) == {"ok", "not applicable"}, (code, statuses, container.log)
-    print(f"image_probe: first-host: {report['summary']} {len(report['faults'])} warnings")
+    print(f"image_probe: doctor --deep: {report['summary']} {len(report['faults'])} warnings")
 
 
 def call_metric(container: Container, name: str) -> float:
@@ -266,7 +266,7 @@ def main() -> None:
     parser.add_argument("work_dir", type=Path)
     parser.add_argument("container")
     parser.add_argument("--env", action="append", default=[])
-    parser.add_argument("--first-host", action="store_true")
+    parser.add_argument("--doctor-deep", action="store_true")
     parser.add_argument("--ray", action="store_true")
     arguments = parser.parse_args()
     environment = [*arguments.env, *(RAY_ENVIRONMENT if arguments.ray else ())]
@@ -276,8 +276,8 @@ def main() -> None:
             look_at_ray(container)
         else:
             look_at_server(container)
-        if arguments.first_host:
-            look_at_first_host(container)
+        if arguments.doctor_deep:
+            examine_deeply(container)
     except BaseException:
         print(container.log)
         raise

@@ -97,10 +97,10 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "service/version.py": (),
     "service/settings.py": ("service.engine.ipc.config", "service.setting_types", "service.machine"),
     "service/setting_types.py": (),
-    # Looks at a host as the doctor does, and runs engines; knows nothing of HTTP.
-    "service/first_host": (
-        *("service.engine", "service.models", "service.doctor", "adapters", "kernels"),
-        *("service.settings", "service.machine", "service.version"),
+    # Runs engines; knows nothing of HTTP.
+    "service/doctor": (
+        *("service.engine", "service.models", "adapters", "kernels"),
+        *("service.settings", "service.machine", "service.start_check", "service.version"),
     ),
 }
 

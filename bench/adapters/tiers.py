@@ -31,9 +31,9 @@ import torch
 from bench.arguments import facts_of, load_of, parser_of
 from bench.rounds import percentile
 from bench.steps.in_process import WarmEngine, build_warm_engine
+from service.doctor.checks.probe_engine import Driver, greedy
 from service.engine.ipc.messages import Submit
 from service.engine.loras.residency import AdapterState, Residency
-from service.first_host.steps.driving import Driver, greedy
 
 NUM_LOADS = 20
 

@@ -32,8 +32,8 @@ from bench.rounds import cell, forth_and_back, percentile
 from bench.server_process import Server, running_server
 from bench.shapes import BUNDLED, SEED, SHAPES, write_checkpoint
 from bench.steps.in_process import EngineLoad, WarmEngine, build_warm_engine, config_for
+from service.doctor.checks.probe_engine import greedy, run_to_the_end
 from service.engine.ipc.messages import Submit
-from service.first_host.steps.driving import greedy, run_to_the_end
 
 _WORDS = ("quick", "lazy", "seven", "wizards", "boat", "near", "over", "jumps", "oxygen", "brown")
 IN_PROCESS, WHOLE, STREAMED = "in-process", "whole", "streamed"

@@ -24,9 +24,9 @@ from bench.arguments import facts_of, load_of, parser_of
 from bench.rounds import cell, forth_and_back, percentile
 from bench.steps import long_prompt, step_profile
 from bench.steps.in_process import EngineLoad, WarmEngine, build_warm_engine
+from service.doctor.checks.probe_engine import Run, run_to_the_end
 from service.engine.engine import Engine
 from service.engine.ipc.messages import Submit
-from service.first_host.steps.driving import Run, run_to_the_end
 
 BASE, SINGLE = "base", "single-base"
 _WARM_UP_TOKENS = 8

@@ -15,13 +15,12 @@ import torch
 
 from adapters.row_plan import EMBEDDINGS_SHARE, row_bytes
 from bench.shapes import BUNDLED, SEED, SHAPES, opener, write_outside
+from service.doctor.checks.probe_engine import FakeAdapters, greedy
 from service.engine.engine import Engine
 from service.engine.ipc.config import EngineConfig, default_block_size_tokens
 from service.engine.ipc.messages import Submit
 from service.engine.process import compile_kernels, warm_up
 from service.engine.startup.build import build_engine
-from service.first_host.steps.driving import greedy
-from service.first_host.steps.fake_adapters import FakeAdapters
 from service.models.families import model_spec
 from service.models.layers.caches import kv_bytes_per_token
 from service.models.layouts import layout_of

@@ -8,8 +8,8 @@ from itertools import pairwise
 from bench.rounds import percentile
 from bench.shapes import SEED
 from bench.steps.in_process import WarmEngine
+from service.doctor.checks.probe_engine import Driver, Run, greedy
 from service.engine.ipc.messages import Submit
-from service.first_host.steps.driving import Driver, Run, greedy
 
 _STEPS_BEFORE = 8
 _NAME = "long-prompt"

@@ -10,10 +10,10 @@ from rich.table import Table
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from service.doctor.checks.probe_engine import Driver
+from service.doctor.checks.profiles import NUM_STEPS, figures_of_events
 from service.engine.engine import Engine
 from service.engine.ipc.messages import Submit
-from service.first_host.steps.driving import Driver
-from service.first_host.steps.profiles import NUM_STEPS, figures_of_events
 
 
 def measure(engine: Engine, work: list[Submit]) -> dict[str, object]:

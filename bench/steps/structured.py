@@ -20,8 +20,8 @@ from rich.table import Table
 from bench.arguments import facts_of, load_of, parser_of
 from bench.rounds import cell, forth_and_back
 from bench.steps.in_process import WarmEngine, build_warm_engine
+from service.doctor.checks.probe_engine import run_to_the_end
 from service.engine.ipc.messages import Submit
-from service.first_host.steps.driving import run_to_the_end
 from service.grammars.constraints import grammar_of, schema_constraint
 
 FREE, CONSTRAINED = "free", "constrained"

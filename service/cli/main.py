@@ -67,10 +67,6 @@ def _command(name: str) -> Callable[[argparse.Namespace], int]:
         from service.doctor.command import doctor
 
         return doctor
-    if name == "first-host":
-        from service.first_host.command import first_host
-
-        return first_host
     if name == "bench":
         from service.cli.load_test import bench
 
@@ -250,18 +246,13 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", help="auto, float32, bfloat16 or float16")
     parser.add_argument("--block-size-tokens", help="tokens per KV block")
     parser.add_argument("--json", action="store_true", help="print JSON, for a bug report, and nothing else")
-
-
-def _add_first_host(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model-dir", help="Hugging Face directory of the base model; default: MULTILORA_MODEL_DIR")
-    parser.add_argument("--device", help="npu, npu:1, cuda, cpu ...; default: MULTILORA_DEVICE, else the best device")
-    parser.add_argument("--dtype", help="auto, float32, bfloat16 or float16")
-    text = "directory of report.json and report.html (%(default)s)"
-    parser.add_argument("--report-dir", type=Path, default=Path("first-host"), help=text)
-    parser.add_argument("--resume", action="store_true", help="continue the existing report")
-    parser.add_argument(
-        "--minutes", type=_minutes, default=30.0, help="limit of all steps together, in minutes (%(default)s)"
-    )
+    deep = parser.add_argument_group("on a new kind of host", "one process for each step, and one report of all")
+    text = "also try races, attention, times and settings, within half an hour; takes the device as a server would"
+    deep.add_argument("--deep", action="store_true", help=text)
+    text = "directory of report.json and report.html; default: doctor-report"
+    deep.add_argument("--report-dir", type=Path, help=text)
+    deep.add_argument("--resume", action="store_true", help="continue the existing report")
+    deep.add_argument("--minutes", type=_minutes, help="limit of all steps together, in minutes; default: 30")
 
 
 def _add_keys(parser: argparse.ArgumentParser) -> None:
@@ -336,10 +327,6 @@ _COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "unpin": ("end the pin of adapters", _add_names),
     "rm": ("delete adapters", _add_names),
     "doctor": ("check this machine: packages, device, model, and the numbers that each op computes", _add_doctor),
-    "first-host": (
-        "try all that serving needs on a new kind of host, and write one report (at most 30 minutes)",
-        _add_first_host,
-    ),
     "bench": ("send requests to a running server and show its speed", _add_bench),
     "keys": ("edit the keys of tenants in the server's keys file on this machine", _add_keys),
     "help": ("describe the server's settings", _add_help),

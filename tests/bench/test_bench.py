@@ -14,7 +14,7 @@ from torch.autograd import DeviceType
 
 from bench.rounds import forth_and_back, percentile
 from bench.steps import engine
-from service.first_host.steps.profiles import NUM_STEPS, figures_of_events
+from service.doctor.checks.profiles import NUM_STEPS, figures_of_events
 from tests.support.limits import LIMIT_SECONDS
 
 ROOT = Path(__file__).parents[2]

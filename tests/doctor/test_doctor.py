@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import pytest
 
 from kernels.platform import IMPLEMENTATIONS
-from service.doctor.command import look_at
-from service.doctor.examination import Examination
+from service.doctor.checks.examination import Examination
+from service.doctor.checks.sections import look_at
 from service.doctor.report import Section
 from service.settings import load_settings
 from tests.doctor.conftest import BROKEN_OPS, BUNDLED, ROOT, visit
@@ -263,3 +264,16 @@ class TestAbsentDevices:
         assert findings["probe-failed"]["level"] == "error"
         as_told = visit("--device=cpu", work_dir=work_dir, path=site, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
         assert as_told.code == 0, as_told.out
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (("--resume", "--minutes", "3"), "multilora: --resume, --minutes only means something with --deep.\n"),
+        (("--deep", "--json"), "multilora: --deep writes its JSON to report.json of --report-dir; leave --json out.\n"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused(flags: tuple[str, ...], sentence: str, work_dir: Path) -> None:
+    found = visit(*flags, work_dir=work_dir, as_json=False)
+    assert (found.code, found.out, found.err) == (2, "", sentence)
+    assert not list(work_dir.iterdir())

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from service.doctor.examination import Examination
-from service.doctor.model import look_at_model
+from service.doctor.checks.examination import Examination
+from service.doctor.checks.model import look_at_model
 from service.doctor.report import Section
 from service.models.checkpoint.checkpoint import TensorSource, open_checkpoint
 from service.models.checkpoint.tensors import compare

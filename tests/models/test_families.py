@@ -14,13 +14,13 @@ from service.models.families import FAMILIES
 
 ROOT = Path(__file__).parents[2]
 # Below these, a string that is a family's name is a branch on it. Elsewhere formats of tools' calls are called so too.
-WITHOUT_NAMES = ("service/models", "service/engine", "service/doctor", "service/first_host", "adapters", "kernels")
+WITHOUT_NAMES = ("service/models", "service/engine", "service/doctor", "adapters", "kernels")
 # Where a family's name is read, how often, and what becomes of it. Whoever branches on it has to read it first.
 PASSED_ON = {
     "service/models/spec/config_json.py": 2,  # into the specification
     "service/models/layouts.py": 1,  # into the layout
     "service/models/loader.py": 1,  # logged
-    "service/doctor/model.py": 1,  # shown
+    "service/doctor/checks/model.py": 1,  # shown
     "service/api/schema/error_messages.py": 1,  # a kind of pydantic's errors, no family
     "bench/shapes.py": 1,  # written into config.json
     "examples/smollm2.py": 2,  # written into config.json

@@ -22,7 +22,7 @@ HELPERS = {
     "kernels.ascend_runtime": ("torch_npu", "_launches_queue"),
     "kernels.platform": ("prepare", "_without_triton"),
     "service.engine.model.npu_graphs": (),
-    "service.first_host.steps.profiles": (),
+    "service.doctor.checks.profiles": (),
 }
 # Slips that mean the same as the original, with the reason.
 EQUIVALENT = {

@@ -17,8 +17,8 @@ from kernels.paged_attention import npu
 from kernels.paged_attention.ops import paged_attention
 from kernels.platform import in_use
 from kernels.shapes import ProbeShapes
-from service.first_host.steps.kernel_steps import compare_workspaces
-from service.first_host.steps.step_process import StepHost
+from service.doctor.checks.kernels import compare_workspaces
+from service.doctor.checks.step_process import StepHost
 from tests.ascend.twin.stand_ins import stand_ins
 from tests.ascend.twin.stand_ins.checks import HEAD_DIM, KV_HEADS, NUM_BLOCKS, NUM_HEADS, attention_maps, laid_out
 
@@ -90,7 +90,7 @@ def test_steps_with_prompts_leave_the_workspace_to_the_allocator() -> None:
 
 
 def compared() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The output of the first host's step: workspaces, and faults."""
+    """The output of the doctor's step: workspaces, and faults."""
     said = io.StringIO()
     shapes = ProbeShapes(dtype="float16", num_heads=NUM_HEADS, num_kv_heads=KV_HEADS, head_dim=HEAD_DIM, block_size=128)
     compare_workspaces(StepHost("cpu", {}, 60.0, said), in_use(CACHE.device), shapes)
@@ -98,7 +98,7 @@ def compared() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     return words[-1]["facts"]["workspaces"], [word["fault"] for word in words if "fault" in word]
 
 
-def test_the_first_host_sees_what_calls_write_behind_a_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_doctor_sees_what_calls_write_behind_a_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     rows, faults = compared()
     assert [row["sequences"] for row in rows] == [1, 1, 8, 8, 64, 64] and not faults
     assert all(0 < row["written"] <= row["elements"] for row in rows)

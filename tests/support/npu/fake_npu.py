@@ -317,7 +317,7 @@ def check_graphs() -> None:
 
 def check_profile() -> None:
     """The tables lie where they were asked for, and are of what ran."""
-    from service.first_host.steps.profiles import record_npu
+    from service.doctor.checks.profiles import record_npu
 
     done: list[str] = []
 

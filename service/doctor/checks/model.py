@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from service.doctor.examination import Examination, Skipped
+from service.doctor.checks.examination import Examination, Skipped
 from service.doctor.report import Section
 from service.settings import BUNDLED_MODEL_DIR
 

@@ -20,8 +20,8 @@ from contextlib import ExitStack, suppress
 from typing import IO, Any
 
 from adapters.isolation.child_process import child_environment
-from service.first_host.outcome import Fault, Outcome
-from service.first_host.plan import Step
+from service.doctor.deep_report import Fault, Outcome
+from service.doctor.plan import Step
 
 _MAX_SAID_BYTES = 4000
 _MAX_SENTENCE_CHARACTERS = 300
@@ -67,7 +67,7 @@ class _Child:
         reader, writer = os.pipe()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "service.first_host.steps.step_process", str(writer)],
+                [sys.executable, "-m", "service.doctor.checks.step_process", str(writer)],
                 stdin=subprocess.PIPE,
                 stdout=said,
                 stderr=said,

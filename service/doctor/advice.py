@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from service.first_host.outcome import FAILED, Fault, FirstHostReport, Outcome, Setting
-from service.first_host.plan import STEPS
+from service.doctor.deep_report import FAILED, DeepReport, Fault, Outcome, Setting
+from service.doctor.plan import STEPS
 
 # A trial's steps must be shorter by more than they vary from run to run.
 MIN_GAIN = 0.03
@@ -13,7 +13,7 @@ MIN_GAIN = 0.03
 _TRIALS_OF_CAPTURE = ("setting-npu-graphs", "setting-eager")
 
 
-def conclude(report: FirstHostReport) -> None:
+def conclude(report: DeepReport) -> None:
     """Fill in settings, faults and summary."""
     report.settings = list(_settings(report))
     report.faults = list(_faults(report))
@@ -28,7 +28,7 @@ def conclude(report: FirstHostReport) -> None:
     report.summary = f"{'; '.join(said)}."
 
 
-def _settings(report: FirstHostReport) -> Iterator[Setting]:
+def _settings(report: DeepReport) -> Iterator[Setting]:
     needed = {step.name for step in STEPS if step.is_needed}
     if any(step.status in FAILED and step.name in needed for step in report.steps):
         return  # there is nothing to use them on
@@ -41,7 +41,7 @@ def _settings(report: FirstHostReport) -> Iterator[Setting]:
         yield Setting(setting="sizes: leave them unset", why=sentence)
 
 
-def _trials(report: FirstHostReport) -> Iterator[Setting]:
+def _trials(report: DeepReport) -> Iterator[Setting]:
     """Settings that were tried, against the same load without them."""
     shown = {step.name: step.title.removeprefix("Setting: ") for step in STEPS}
     is_served = bool(_known(report, "serving").facts.get("loads"))  # else a trial has failed of what serving did
@@ -69,7 +69,7 @@ def _trials(report: FirstHostReport) -> Iterator[Setting]:
         yield Setting(setting=name if is_better else f"not {name}", why=f"decode steps were {told}")
 
 
-def _usual(report: FirstHostReport, num_requests: int | None) -> dict[str, float | None]:
+def _usual(report: DeepReport, num_requests: int | None) -> dict[str, float | None]:
     """Milliseconds of the decode steps that a trial is compared with: of as many requests as it had, with most
     adapters, where there was time for these; and of one of each."""
     loads = _known(report, "serving").facts.get("loads", [])
@@ -78,7 +78,7 @@ def _usual(report: FirstHostReport, num_requests: int | None) -> dict[str, float
     return {"many": by_size.get(most), "one": by_size.get((1, 1))}
 
 
-def _capture(report: FirstHostReport) -> Iterator[Setting]:
+def _capture(report: DeepReport) -> Iterator[Setting]:
     """Settings after a captured layer that failed; whether capture pays, its trial shows."""
     step = _known(report, "capture")
     unset = {"npu": "not --npu-graphs true", "cuda": "--eager true"}.get(report.device_type)
@@ -86,7 +86,7 @@ def _capture(report: FirstHostReport) -> Iterator[Setting]:
         yield Setting(setting=unset, why=f"one captured layer {step.status}: {step.reason}")
 
 
-def _faults(report: FirstHostReport) -> Iterator[Fault]:
+def _faults(report: DeepReport) -> Iterator[Fault]:
     """Errors and warnings of all steps, worst first, and steps without an answer."""
     for step in report.steps:
         if step.status in FAILED:
@@ -102,5 +102,5 @@ def _faults(report: FirstHostReport) -> Iterator[Fault]:
             yield from (fault for fault in step.faults if fault.level == level)
 
 
-def _known(report: FirstHostReport, name: str) -> Outcome:
+def _known(report: DeepReport, name: str) -> Outcome:
     return next((step for step in report.steps if step.name == name), Outcome(name=name, title="", asks=""))

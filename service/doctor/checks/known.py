@@ -11,9 +11,8 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from service.doctor.host import Compiler, Host
+from service.doctor.checks.host import Compiler, Host
 from service.doctor.report import Finding, Level
-from service.doctor.visible_npus import visible_npus
 
 _SET_ENV = "source /usr/local/Ascend/ascend-toolkit/set_env.sh"
 _REINSTALL_TRITON = (
@@ -28,6 +27,7 @@ _WANTED_DRIVER = (25, 5)
 _NEW_COMPILER, _REG_BASED = "limit-auto-multi-buffer-buffer", "reg-based"
 # Versions of the compiler with which the kernels were compiled and checked.
 KNOWN_COMPILERS = ("1.2.0",)
+_VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 
 
 def compiler_facts(host: Host) -> dict[str, str] | None:
@@ -212,7 +212,7 @@ def _compiler(compiler: Compiler) -> Iterator[Finding]:
         yield Finding(
             "note", "bishengir-unknown",
             f"bishengir-compile is {compiler.version}, and the kernels were tried with {', '.join(KNOWN_COMPILERS)}.",
-            "Run multilora first-host, and send its report.",
+            "Run multilora doctor --deep, and send its report.",
         )  # fmt: skip
 
 
@@ -252,6 +252,34 @@ def _libatb(host: Host, device_type: str) -> Iterator[Finding]:
                       "If something else does: source /usr/local/Ascend/nnal/atb/set_env.sh")  # fmt: skip
 
 
+def _visible_npus(host: Host, device_type: str) -> Iterator[Finding]:
+    """Values for which CANN would silently offer no NPU, or another number than was meant."""
+    value = host.environment.get(_VISIBLE)
+    if value is None or device_type != "npu":
+        return
+    if not value.strip():
+        yield Finding("error", "no-visible-device", f"{_VISIBLE} is empty: it hides every NPU.",
+                      "Unset it, or name devices, such as 0.")  # fmt: skip
+        return
+    names = [name.strip() for name in value.split(",")]
+    if not all(re.fullmatch("[0-9]+", name) for name in names) or len(set(names)) < len(names):
+        yield Finding(
+            "error", "visible-devices-wrong", f"{_VISIBLE}={value} is not a list of different numbers, such as 0,1.",
+            "Name NPUs by their numbers; ASCEND_VISIBLE_DEVICES, which also knows ranges, is read by "
+            "ascend-docker-runtime alone.",
+        )  # fmt: skip
+        return
+    num_nodes = sum(bool(re.fullmatch("/dev/davinci[0-9]+", node)) for node in host.device_nodes)
+    absent = [name for name in names if int(name) >= num_nodes]
+    if absent and num_nodes:
+        yield Finding(
+            "warning", "visible-device-absent",
+            f"{_VISIBLE}={value} names NPU {', '.join(absent)}, and there are {num_nodes} here: NPUs are counted from "
+            "0 among those whose /dev/davinci* are here, whatever the host calls them.",
+            "Count from 0, or unset it: a container has no other NPUs than it was given.",
+        )  # fmt: skip
+
+
 _CHECKS: tuple[Callable[[Host, str], Iterator[Finding]], ...] = (
     _imports,
     _absent_npu_parts,
@@ -259,7 +287,7 @@ _CHECKS: tuple[Callable[[Host, str], Iterator[Finding]], ...] = (
     _versions,
     _triton,
     _environment,
-    visible_npus,
+    _visible_npus,
     _libatb,
 )
 

@@ -1,12 +1,7 @@
-"""The steps that look at single ops: the doctor on the real model, Triton's first launch, races, attention."""
+"""Checks of single ops: the same bits at every repeat, and every implementation of attention."""
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,88 +9,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from adapters.isolation.child_process import child_environment
 from kernels.attention_maps import AttentionMaps
-from kernels.platform import IMPLEMENTATIONS, MAX_CACHE_ELEMENTS, detect, in_use, installed, prepare
+from kernels.platform import MAX_CACHE_ELEMENTS, detect, in_use, installed, prepare
 from kernels.probe import run as probing
 from kernels.probe.cases.lora import race_cases
 from kernels.probe.cases.registry import Case, cases_of
 from kernels.probe.cases.test_tensors import Place
 from kernels.probe.op_reports import OpReport
 from kernels.shapes import ProbeShapes
+from service.doctor.checks.step_process import StepHost
 from service.doctor.report import Level
-from service.first_host.steps.step_process import StepFailed, StepHost
 
 if TYPE_CHECKING:
     from kernels.platform import Platform
 
 NUM_REPEATS = 20
 _HEAD_DIMS = (64, 128)
-_FIRST_LAUNCH_SECONDS = 100.0
 # Share of a step's time after which it begins no further check.
 _TIME_SHARE = 0.85
-
-
-def doctor(host: StepHost) -> None:
-    """The doctor's whole report, on the model that is to be served."""
-    from service.doctor.command import examine
-
-    arguments = argparse.Namespace(
-        device=host.device,
-        model_dir=host.options["model_dir"],
-        dtype=host.options["dtype"],
-        store_dir=host.options["store_root"],
-        block_size_tokens=host.options["block_size_tokens"],
-    )
-    report = examine(arguments, host.tell).as_json()
-    host.facts(verdict=report["sentence"], ops=_ops(report), report=report["sections"])
-    for finding in report["findings"]:
-        if finding["section"] not in ("versions", "environment", "device"):  # the first step has told
-            host.find(finding["level"], finding["code"], finding["message"], finding["cure"])
-    if report["exit_code"] == 2 and not any(one["level"] == "error" for one in report["findings"]):
-        raise StepFailed(report["sentence"])
-
-
-def _ops(report: dict[str, Any]) -> list[dict[str, Any]]:
-    found = report["sections"].get("ops", {}).get("ops", [])
-    return [{"op": one["op"], "wished": one["wished"], "used": one["used"]} for one in found]
-
-
-def triton(host: StepHost) -> None:
-    """The LoRA kernels' first launch in two processes that share a cache, which is empty for the first of them."""
-    module = IMPLEMENTATIONS[host.device_type]["lora"][0]
-    host.facts(implementation=module)
-    with tempfile.TemporaryDirectory(prefix="multilora-first-host-") as cache:
-        for name in ("empty_cache", "full_cache"):
-            host.tell(f"first launch with {name.replace('_', ' ')}")
-            host.facts(**{name: _first_launch(host, cache)})
-
-
-def _first_launch(host: StepHost, cache: str) -> dict[str, Any]:
-    request = json.dumps({"device": host.device, "model_dir": host.options["model_dir"]})
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "service.first_host.steps.first_launch", request],
-            env={**child_environment(), "TRITON_CACHE_DIR": cache},
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_FIRST_LAUNCH_SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise StepFailed(f"The first launch did not end within {_FIRST_LAUNCH_SECONDS:.0f} s. {_TRY}") from error
-    if done.returncode != 0:
-        last = done.stderr.strip().rpartition("\n")[2][-400:]
-        raise StepFailed(f"The first launch ended with exit code {done.returncode} ({last}). {_TRY}")
-    facts: dict[str, Any] = json.loads(done.stdout.strip().rpartition("\n")[2])
-    return facts
-
-
-_TRY = (
-    "Where Triton fails on an NPU, build the image with the second set of pins (--build-arg NPU_PINS=2.12, see "
-    "docs/ascend.md), which has triton-ascend 3.2.2, and run this command again."
-)
 
 
 def races(host: StepHost) -> None:

@@ -1,4 +1,4 @@
-"""The process of one step: `python -m service.first_host.steps.step_process FD`, started by `supervise.py`.
+"""The process of one step: `python -m service.doctor.checks.step_process FD`, started by `supervise.py`.
 
 Reads one JSON request from stdin, and writes one JSON line for each report to the descriptor.
 """
@@ -116,7 +116,7 @@ def _sentence(error: Exception) -> str:
 
 if __name__ == "__main__":
     # Steps import this module by its name, so it is that one's exceptions that must be known.
-    from service.first_host.steps import step_process
+    from service.doctor.checks import step_process
 
     code = step_process.main()
     # Without the teardown of torch's threads and of drivers, which may hang; all reports are written by now.

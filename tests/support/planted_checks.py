@@ -1,4 +1,4 @@
-"""`multilora first-host` with planted steps: `python -m tests.support.first_host_steps STEP[,STEP...] FLAG...`.
+"""`multilora doctor --deep` with planted steps: `python -m tests.support.planted_checks STEP[,STEP...] FLAG...`.
 
 Each step is a function of this module, with what may happen to a step on an unknown host.
 """
@@ -16,17 +16,17 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from service.cli.main import make_parser
-from service.first_host import supervise
-from service.first_host.command import first_host
-from service.first_host.plan import Step
-from service.first_host.steps.step_process import NotApplicable, StepFailed, StepHost
+from service.doctor import supervise
+from service.doctor.checks.step_process import NotApplicable, StepFailed, StepHost
+from service.doctor.deep import examine_deeply
+from service.doctor.plan import Step
 
 # Where steps meet the test: a directory with a named pipe `gate` and a list of what was begun, `begun`.
-MEETING = "FIRST_HOST_MEETING"
+MEETING = "DOCTOR_MEETING"
 # How large files may grow that the command writes; no bound without it.
-MAX_FILE_BYTES = "FIRST_HOST_MAX_FILE_BYTES"
+MAX_FILE_BYTES = "DOCTOR_MAX_FILE_BYTES"
 # Where no directory for temporary files has room, as on a host whose disk is full but for the report's.
-NO_TEMPORARY_FILES = "FIRST_HOST_NO_TEMPORARY_FILES"
+NO_TEMPORARY_FILES = "DOCTOR_NO_TEMPORARY_FILES"
 
 
 def works(host: StepHost) -> None:
@@ -112,14 +112,14 @@ def meets(_host: StepHost) -> None:
 
 def launches(host: StepHost) -> None:
     """The LoRA kernels' first launch."""
-    from service.first_host.steps.kernel_steps import triton
+    from service.doctor.checks.first_launch import triton
 
     triton(replace(host, options={**host.options, "model_dir": ""}))
 
 
 def adds(host: StepHost) -> None:
     """One addition, on a device whose package waits for ever where it is imported."""
-    from service.first_host.steps.machine_facts import permissions
+    from service.doctor.checks.machine_facts import permissions
 
     permissions(replace(host, device="npu:0"))
 
@@ -158,14 +158,14 @@ def main() -> int:
             name=name,
             title=f"Planted: {name}",
             asks="What then?",
-            work=f"tests.support.first_host_steps:{name}",
-            limit_seconds=float(os.environ.get("FIRST_HOST_LIMIT", "60")),
+            work=f"tests.support.planted_checks:{name}",
+            limit_seconds=float(os.environ.get("DOCTOR_LIMIT", "60")),
             devices=("npu",) if name == "fails_on_npu" else ("cpu", "cuda", "npu"),
             is_needed=name in ("is_mended", "needed_aborts", "needed_hangs"),
         )
         for name in sys.argv[1].split(",")
     ]
-    return first_host(make_parser().parse_args(["first-host", *sys.argv[2:]]), steps)
+    return examine_deeply(make_parser().parse_args(["doctor", "--deep", *sys.argv[2:]]), steps)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
-from service.first_host.outcome import FirstHostReport, read_report
-from service.first_host.report_page import page_of
+from service.doctor.deep_report import DeepReport, page_of, read_report
 
 JSON_NAME, PAGE_NAME = "report.json", "report.html"
 _LOCK_NAME = ".in-use"
@@ -34,7 +33,7 @@ class Journal:
     def page(self) -> Path:
         return self.directory / PAGE_NAME
 
-    def read(self) -> FirstHostReport | None:
+    def read(self) -> DeepReport | None:
         """The report of an earlier command; None if there is none. Raises JournalError if it cannot be read."""
         path = self.directory / JSON_NAME
         try:
@@ -44,7 +43,7 @@ class Journal:
         except (OSError, ValueError) as error:
             raise JournalError(f"{path} is no report of this command ({error}); name another --report-dir.") from error
 
-    def write(self, report: FirstHostReport) -> None:
+    def write(self, report: DeepReport) -> None:
         """Both files. JournalError, with the files as they were, if the disk is full or the directory has gone."""
         try:
             self._replace(JSON_NAME, report.as_json())
@@ -85,8 +84,8 @@ def opened(directory: Path) -> Iterator[Journal]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise JournalError(
-                f"Another multilora first-host is at work on {directory}; wait for its end. Two at a time would spoil "
-                "each other's times."
+                f"Another multilora doctor --deep is at work on {directory}; wait for its end. Two at a time would "
+                "spoil each other's times."
             ) from error
         except OSError as error:
             raise JournalError(

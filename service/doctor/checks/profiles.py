@@ -14,9 +14,8 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity
 
-from service.first_host.steps.driving import Driver
-from service.first_host.steps.step_process import StepFailed, StepHost
-from service.first_host.steps.subject import Subject, build_subject, names
+from service.doctor.checks.probe_engine import Driver, Subject, build_subject, names
+from service.doctor.checks.step_process import StepFailed, StepHost
 
 NUM_STEPS = 20
 _NUM_KERNELS = 25
@@ -103,7 +102,7 @@ def _profile_cuda(driver: Driver, _host: StepHost) -> dict[str, Any]:
 
 def _profile_npu(driver: Driver, host: StepHost) -> dict[str, Any]:
     """torch_npu's profiler writes tables; the one of kernels names the core that each ran on."""
-    with tempfile.TemporaryDirectory(prefix="multilora-first-host-") as directory:
+    with tempfile.TemporaryDirectory(prefix="multilora-doctor-") as directory:
         record_npu(directory, lambda: _steps_and_wait(driver, host))
         tables = sorted(Path(directory).rglob("kernel_details.csv"))
         if not tables:

@@ -7,9 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from service.first_host.steps.driving import run_to_the_end
-from service.first_host.steps.step_process import StepFailed, StepHost
-from service.first_host.steps.subject import Subject, build_subject, names
+from service.doctor.checks.probe_engine import Subject, build_subject, names, run_to_the_end
+from service.doctor.checks.step_process import StepFailed, StepHost
 
 _NUM_REQUESTS, _NUM_TOKENS = 4, 8
 _KV_BYTES, _ROW_BYTES = 512 << 20, 256 << 20
@@ -17,7 +16,7 @@ _KV_BYTES, _ROW_BYTES = 512 << 20, 256 << 20
 
 def capture_one_layer(host: StepHost) -> None:
     """The model's first attention layer between its embeddings and its head, with LoRA."""
-    with tempfile.TemporaryDirectory(prefix="multilora-first-host-") as directory:
+    with tempfile.TemporaryDirectory(prefix="multilora-doctor-") as directory:
         layer = one_layer(Path(host.options["model_dir"]), Path(directory))
         host.facts(layer=layer)
         sizes: dict[str, Any] = {

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from service.first_host.advice import conclude
-from service.first_host.outcome import FirstHostReport, Outcome, Status
+from service.doctor.advice import conclude
+from service.doctor.deep_report import DeepReport, Outcome, Status
 
 GRAPHS, EAGER = "setting-npu-graphs", "setting-eager"
 
@@ -23,7 +23,7 @@ def step(name: str, status: Status = "ok", **facts: Any) -> Outcome:
 
 def recommended(device: str, *steps: Outcome) -> dict[str, str]:
     """Setting -> why, but for the device's own."""
-    report = FirstHostReport(multilora="0", device=device, model="m", asked="", begun="", steps=list(steps))
+    report = DeepReport(multilora="0", device=device, model="m", asked="", begun="", steps=list(steps))
     conclude(report)
     settings = [setting for setting in report.settings if not setting.setting.startswith("--device")]
     assert len({setting.setting.removeprefix("not ") for setting in settings}) == len(settings), "each setting once"

@@ -8,9 +8,9 @@ import platform
 import re
 from typing import Any
 
-from service.doctor.examination import Examination
-from service.doctor.host import read_host
-from service.doctor.known import compiler_facts, known_problems
+from service.doctor.checks.examination import Examination
+from service.doctor.checks.host import read_host
+from service.doctor.checks.known import compiler_facts, known_problems
 from service.doctor.report import Section
 from service.settings import Settings
 from service.version import server_version

@@ -1,4 +1,4 @@
-"""`multilora first-host`: runs the steps in order, each in a process of its own, and keeps one report of them.
+"""`multilora doctor --deep`: runs the steps in order, each in a process of its own, and keeps one report of them.
 
 This process imports no torch and never touches the device. What it owns: the report's directory, and one process at a
 time. After `kill -9` of either the report on disk is whole, the other one is gone, and `--resume` goes on.
@@ -21,24 +21,25 @@ from typing import Any
 import msgspec
 from safetensors import SafetensorError, safe_open
 
-from service.first_host.advice import conclude
-from service.first_host.journal import Journal, JournalError, opened
-from service.first_host.outcome import ENDED, FAILED, FirstHostReport, Outcome
-from service.first_host.plan import EVERYWHERE, STEPS, Step
-from service.first_host.steps.step_process import not_applicable_on
-from service.first_host.supervise import run_step
+from service.doctor.advice import conclude
+from service.doctor.checks.sections import SETTINGS
+from service.doctor.checks.step_process import not_applicable_on
+from service.doctor.deep_report import ENDED, FAILED, DeepReport, Outcome
+from service.doctor.journal import Journal, JournalError, opened
+from service.doctor.plan import EVERYWHERE, STEPS, Step
+from service.doctor.supervise import run_step
 from service.settings import Settings, SettingsError, load_settings
 from service.version import server_version
 
 # A step that was at work each time the command was killed is passed over by the next: it may be what kills.
 MAX_BEGUN = 2
-MINUTES = 30.0
+MINUTES, REPORT_DIR = 30.0, Path("doctor-report")
 BAD_INPUT, INTERRUPTED = 2, 130
 # Ctrl-C, the end of a container, and that of a terminal whose connection is lost.
 _ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def first_host(arguments: argparse.Namespace, steps: Sequence[Step] = STEPS) -> int:
+def examine_deeply(arguments: argparse.Namespace, steps: Sequence[Step] = STEPS) -> int:
     """0: every step has its answer, and no fault was found; 1: there are faults; 2: nothing could be begun, or the
     report cannot be written; 130: interrupted."""
     for ending in _ENDINGS:
@@ -46,9 +47,9 @@ def first_host(arguments: argparse.Namespace, steps: Sequence[Step] = STEPS) -> 
             signal.signal(ending, _interrupt)
     try:
         settings = _settings(arguments)
-        with opened(arguments.report_dir) as journal:
+        with opened(arguments.report_dir or REPORT_DIR) as journal:
             report = _report(journal, settings, steps, is_resumed=arguments.resume)
-            return _Run(journal, report, settings, steps, arguments.minutes).to_the_end()
+            return _Run(journal, report, settings, steps, arguments.minutes or MINUTES).to_the_end()
     except (JournalError, SettingsError, _Refused) as error:
         print(f"multilora: {error}", file=sys.stderr)
         return BAD_INPUT
@@ -68,8 +69,7 @@ class _Refused(Exception):
 
 
 def _settings(arguments: argparse.Namespace) -> Settings:
-    names = ("device", "model_dir", "dtype")
-    settings = load_settings(**{name: value for name in names if (value := getattr(arguments, name)) is not None})
+    settings = load_settings(**{name: value for name in SETTINGS if (value := getattr(arguments, name)) is not None})
     if settings.device.partition(":")[0] not in ("auto", *EVERYWHERE):
         raise _Refused(
             f"There are no steps for the device '{settings.device}'; --device is one of {', '.join(EVERYWHERE)} (npu:1 "
@@ -107,7 +107,7 @@ def _asked(settings: Settings) -> dict[str, Any]:
     return msgspec.structs.asdict(settings.engine_options())
 
 
-def _report(journal: Journal, settings: Settings, steps: Sequence[Step], *, is_resumed: bool) -> FirstHostReport:
+def _report(journal: Journal, settings: Settings, steps: Sequence[Step], *, is_resumed: bool) -> DeepReport:
     """A new one, or the one to go on with."""
     asked = hashlib.sha256(json.dumps(_asked(settings), sort_keys=True).encode()).hexdigest()
     known = journal.read()
@@ -116,7 +116,7 @@ def _report(journal: Journal, settings: Settings, steps: Sequence[Step], *, is_r
             raise _Refused(f"There is no report in {journal.directory} to go on with; leave --resume out.")
         outcomes = [Outcome(name=step.name, title=step.title, asks=step.asks) for step in steps]
         begun = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S")
-        return FirstHostReport(multilora=server_version(), device=settings.device, model=str(settings.model_dir),
+        return DeepReport(multilora=server_version(), device=settings.device, model=str(settings.model_dir),
                       asked=asked, begun=begun, steps=outcomes)  # fmt: skip
     if not is_resumed:
         raise _Refused(
@@ -145,7 +145,7 @@ class _Run:
     """One run of the command over a report."""
 
     def __init__(
-        self, journal: Journal, report: FirstHostReport, settings: Settings, steps: Sequence[Step], minutes: float
+        self, journal: Journal, report: DeepReport, settings: Settings, steps: Sequence[Step], minutes: float
     ) -> None:
         self._journal = journal
         self._report = report

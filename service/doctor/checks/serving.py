@@ -6,10 +6,9 @@ import statistics
 import time
 from typing import Any
 
+from service.doctor.checks.probe_engine import Run, Subject, budgets_of, build_subject, greedy, names
+from service.doctor.checks.step_process import StepFailed, StepHost
 from service.engine.ipc.messages import Submit
-from service.first_host.steps.driving import Run, greedy
-from service.first_host.steps.step_process import StepFailed, StepHost
-from service.first_host.steps.subject import Subject, budgets_of, build_subject, names
 
 NUM_REQUESTS = (1, 8, 32, 64)
 NUM_ADAPTERS = (0, 1, 64)

@@ -1,4 +1,8 @@
-"""The steps that examine the machine: installed software, and the users of the device."""
+"""Checks of the machine: installed software, and the users of the device.
+
+`python -m service.doctor.checks.machine_facts DEVICE` makes one addition there, and prints a line of it; else the last
+line is an error's.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +18,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from adapters.isolation.child_process import child_environment
-from service.first_host.steps.step_process import StepFailed, StepHost
+from adapters.isolation.child_process import child_environment, die_with_parent
+from service.doctor.checks.step_process import StepFailed, StepHost
 
 _TOOLS = {"npu": ("npu-smi", "info"), "cuda": ("nvidia-smi",)}
 _DEVICES = Path("/dev")
@@ -35,9 +39,9 @@ _MAX_SAID_CHARACTERS = 300
 
 def environment(host: StepHost) -> None:
     """Versions, variables, the device and the known problems, as the doctor has them; what the vendor's tool says."""
-    from service.doctor.examination import Examination
-    from service.doctor.hardware import look_at_device
-    from service.doctor.software import look_at_environment, look_at_versions
+    from service.doctor.checks.examination import Examination
+    from service.doctor.checks.hardware import look_at_device
+    from service.doctor.checks.software import look_at_environment, look_at_versions
     from service.settings import load_settings
 
     host.facts(device=host.device)
@@ -125,7 +129,7 @@ def _try_to_add(device: str, uid: int | None, groups: Sequence[int], limit_secon
     as_user: dict[str, Any] = {} if uid is None else {"user": uid, "group": uid, "extra_groups": list(groups)}
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "service.first_host.steps.one_add", device],
+            [sys.executable, "-m", "service.doctor.checks.machine_facts", device],
             env={**child_environment(), **({} if uid is None else {"HOME": "/"})},
             capture_output=True,
             text=True,
@@ -185,3 +189,21 @@ def _output_of(command: Sequence[str]) -> str | None:
     except (OSError, subprocess.SubprocessError) as error:
         return f"{type(error).__name__}: {error}"
     return (done.stdout or done.stderr).strip()
+
+
+def main(device: str) -> None:
+    die_with_parent()
+    # Only now: with torch comes a device's own package, which takes seconds, and may not return.
+    import torch
+
+    from kernels.platform import detect, prepare
+
+    prepare(device)
+    detect(device)
+    ones = torch.ones(16, device=device)
+    assert (ones + ones).cpu().tolist() == [2.0] * 16, "1 + 1 is not 2 on this device"
+    print(f"1 + 1 is 2 on {device}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
