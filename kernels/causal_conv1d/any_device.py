@@ -1,36 +1,84 @@
 """The causal convolution in plain torch for any device: few calls on whole tensors, no wait for the device.
 
-Prefill and plain updates are so. Drafts and the prefix cache, which the service does not use, are the reference's: it
-gives the same, and waits for the device. `ops.py` states the semantics and has checked the calls.
-Every input that a token looks back at is picked from one table, the sequences' histories followed by the step's inputs.
+`ops.py` states the semantics and has checked the calls. Every input that a token looks back at is picked from one
+table, the sequences' histories followed by the step's inputs; updates of one number of tokens need none.
 """
 
 from __future__ import annotations
 
 import torch
 
-from kernels.causal_conv1d import reference
 from kernels.causal_conv1d.call import PrefillCall, UpdateCall
 from kernels.contract import Contract
 
 NULL_LINE = 0
-CONTRACT = Contract()
+CONTRACT = Contract(replayable=True)
 
 
 def prefill(call: PrefillCall) -> None:
     """Fill call.out and keep states; see `ops.causal_conv1d_prefill`."""
-    if call.initial_state_idx is not None:
-        reference.prefill(call)
+    starts, device = call.query_start_loc.long(), call.x.device
+    source, is_live = _lines(call, call.sources, call.initial_state_idx)
+    table, sequence, ends, is_output = _convolve(call, starts, _histories(call, source, is_live), is_live)
+    if call.conv_states is None:
         return
-    x, rows, num_sequences = call.x, call.width - 1, call.num_sequences
-    lines, is_real = _lines(call)
-    starts = call.query_start_loc.long()
-    tokens = torch.arange(x.shape[0], device=x.device)
+    lines, is_kept = _lines(call, call.state_indices, call.block_idx_last_scheduled_token)
+    lengths, owners = starts.diff(), torch.arange(call.num_sequences, device=device)
+    is_kept = is_kept & is_live & (lengths > 0)
+    if call.block_size_tokens is None:
+        _keep(call, table, starts, owners, lengths, lines, is_kept)
+        return
+    # Any token may be the last of a block.
+    block_lines, is_boundary = _boundaries(call, sequence, ends)
+    is_kept = torch.cat([is_boundary & is_output, is_kept])
+    lines = torch.where(is_kept, torch.cat([block_lines, lines]), NULL_LINE)
+    _keep(call, table, starts, torch.cat([sequence, owners]), torch.cat([ends, lengths]), lines, is_kept)
+
+
+def update(call: UpdateCall) -> None:
+    """Fill call.out and keep states; see `ops.causal_conv1d_update`."""
+    rows, num_tokens, device = call.width - 1, call.tokens_each, call.x.device
+    source, is_live = _lines(call, call.sources, call.initial_state_idx)
+    lines, is_kept = _lines(call, call.state_indices, call.block_idx_last_scheduled_token)
+    if call.query_start_loc is not None or call.num_accepted_tokens is not None:
+        starts, owners = call.query_start_loc, torch.arange(call.num_sequences + 1, device=device)
+        starts, owners = owners * num_tokens if starts is None else starts.long(), owners[:-1]
+        lengths = starts.diff()
+        first_row, shift, num_rows = torch.zeros_like(owners), lengths, rows
+        if call.num_accepted_tokens is not None:
+            first_row = torch.where(is_live, call.num_accepted_tokens.long() - 1, 0)
+            shift, num_rows = torch.ones_like(owners), rows - 1 + num_tokens
+        row = torch.arange(rows, device=device)
+        history = call.conv_states[source[:, None], first_row[:, None] + row].float()
+        table, *_ = _convolve(call, starts, history, is_live)
+        _keep(call, table, starts, owners, shift, lines, is_kept & is_live & (lengths > 0), num_rows)
+        return
+    states = call.conv_states[:, :rows]
+    before = states.index_select(0, source)
+    line_of_inputs = torch.cat([before.float(), _inputs(call).view(call.num_sequences, num_tokens, call.dim)], dim=1)
+    total = _bias(call, torch.Size((call.num_sequences, num_tokens, call.dim)))
+    for tap in range(call.width):
+        total += line_of_inputs[:, tap : tap + num_tokens] * call.weight[tap].float()
+    _finish(total.view(-1, call.dim), is_live.repeat_interleave(num_tokens), call)
+    _write(states, lines, (is_live & is_kept)[:, None], line_of_inputs[:, num_tokens:])
+
+
+def _convolve(
+    call: PrefillCall | UpdateCall, starts: torch.Tensor, histories: torch.Tensor, is_live: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Fill call.out. Returns the table, and for each token its sequence, its number there from 1 on, and whether it is
+    one of a sequence that is no padding.
+
+    starts     int64 [sequences + 1]
+    histories  float32 [sequences, width - 1, dim], which `_histories` makes
+    """
+    rows, num_sequences = call.width - 1, call.num_sequences
+    tokens = torch.arange(call.num_tokens, device=call.x.device)
     # Tokens after the last sequence belong to none; they are given to the last one, and their outputs dropped.
     sequence = (starts[1:, None] <= tokens).sum(dim=0).clamp(max=num_sequences - 1)  # [tokens]
     position = tokens - starts[sequence]
     inputs = _inputs(call)
-    table = torch.cat([_histories(call, lines, is_real).flatten(0, 1), inputs])
+    table = torch.cat([histories.flatten(0, 1), inputs])
     total = _bias(call, inputs.shape)
     for tap in range(call.width):
         back = call.width - 1 - tap
@@ -39,39 +87,41 @@ def prefill(call: PrefillCall) -> None:
         # A sequence's own inputs, and before them the newest rows of its history.
         index = torch.where(position >= back, of_step, of_history.clamp(max=num_sequences * rows - 1))
         total += table.index_select(0, index) * call.weight[tap].float()
-    is_output = is_real[sequence] & (tokens < starts[-1])
+    is_output = is_live[sequence] & (tokens < starts[-1])
     _finish(total, is_output, call)
-    if call.conv_states is not None:
-        _keep(call, lines, is_real, table, starts)
+    return table, sequence, position + 1, is_output
 
 
-def update(call: UpdateCall) -> None:
-    """Fill call.out and keep states; see `ops.causal_conv1d_update`."""
-    if call.query_start_loc is not None or call.num_accepted_tokens is not None or call.initial_state_idx is not None:
-        reference.update(call)
-        return
-    rows, num_tokens = call.width - 1, call.tokens_each
-    lines, is_real = _lines(call)
-    states = call.conv_states[:, :rows]
-    before = states.index_select(0, lines)
-    line_of_inputs = torch.cat([before.float(), _inputs(call).view(call.num_sequences, num_tokens, call.dim)], dim=1)
-    total = _bias(call, torch.Size((call.num_sequences, num_tokens, call.dim)))
-    for tap in range(call.width):
-        total += line_of_inputs[:, tap : tap + num_tokens] * call.weight[tap].float()
-    _finish(total.view(-1, call.dim), is_real.repeat_interleave(num_tokens), call)
-    kept = torch.where(is_real[:, None, None], line_of_inputs[:, num_tokens:].to(states.dtype), before)
-    states.index_copy_(0, lines, kept)
-
-
-def _lines(call: PrefillCall | UpdateCall) -> tuple[torch.Tensor, torch.Tensor]:
+def _lines(
+    call: PrefillCall | UpdateCall, indices: torch.Tensor | None, column: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """State lines int64 [sequences], the null line for padding, and whether they are real."""
-    if call.state_indices is None:
+    if indices is None:
         lines = torch.arange(call.num_sequences, device=call.x.device)
         return lines, torch.ones_like(lines, dtype=torch.bool)
-    is_real = call.state_indices > NULL_LINE
+    lines = indices if column is None else indices.gather(1, column[:, None].long())[:, 0]
+    is_real = lines > NULL_LINE
     if call.pad_slot_id is not None:
-        is_real &= call.state_indices != call.pad_slot_id
-    return torch.where(is_real, call.state_indices, NULL_LINE).long(), is_real
+        is_real &= lines != call.pad_slot_id
+    return torch.where(is_real, lines, NULL_LINE).long(), is_real
+
+
+def _boundaries(call: PrefillCall, sequence: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The lines of the blocks that end after so many tokens of a sequence in this step, and whether any does."""
+    first, last, computed = (
+        call.block_idx_first_scheduled_token, call.block_idx_last_scheduled_token, call.num_computed_tokens,
+    )  # fmt: skip
+    assert call.block_size_tokens is not None
+    assert call.state_indices is not None
+    assert first is not None
+    assert last is not None
+    assert computed is not None
+    total = computed[sequence] + ends
+    block = total // call.block_size_tokens - 1
+    is_asked = (total % call.block_size_tokens == 0) & (first[sequence] <= block) & (block < last[sequence])
+    table = call.state_indices.index_select(0, sequence)
+    lines, is_real = _lines(call, table, block.clamp(0, table.shape[1] - 1))
+    return lines, is_asked & is_real
 
 
 def _inputs(call: PrefillCall | UpdateCall) -> torch.Tensor:
@@ -90,21 +140,36 @@ def _histories(call: PrefillCall, lines: torch.Tensor, is_real: torch.Tensor) ->
 
 
 def _keep(
-    call: PrefillCall, lines: torch.Tensor, is_real: torch.Tensor, table: torch.Tensor, starts: torch.Tensor
+    call: PrefillCall | UpdateCall,
+    table: torch.Tensor,
+    starts: torch.Tensor,
+    owners: torch.Tensor,
+    ends: torch.Tensor,
+    lines: torch.Tensor,
+    is_kept: torch.Tensor,
+    num_rows: int | None = None,
 ) -> None:
-    """Write the last width - 1 inputs of each sequence, some of which may be its history's, to its line."""
+    """Write to each line the inputs of its owner, a sequence, from the width - 1 before token `ends` on: so many, or
+    what there is of them. Some may be its history's. num_rows None: width - 1."""
     assert call.conv_states is not None
-    rows, num_sequences = call.width - 1, call.num_sequences
-    lengths = starts[1:] - starts[:-1]
-    row = torch.arange(rows, device=table.device)
-    place = lengths[:, None] + row  # in [history; tokens of the sequence]
-    of_history = torch.arange(num_sequences, device=table.device)[:, None] * rows + place
-    of_step = num_sequences * rows + starts[:-1, None] + place - rows
+    rows = call.width - 1
+    num_rows = num_rows or rows
+    place = ends[:, None] + torch.arange(num_rows, device=table.device)  # in [history; tokens of the sequence]
+    of_history = owners[:, None] * rows + place
+    of_step = call.num_sequences * rows + starts[owners, None] + place - rows
     index = torch.where(place < rows, of_history, of_step).clamp(max=table.shape[0] - 1)
-    last = table.index_select(0, index.flatten()).view(num_sequences, rows, -1)
-    states = call.conv_states[:, :rows]
-    is_kept = (is_real & (lengths > 0))[:, None, None]
-    states.index_copy_(0, lines, torch.where(is_kept, last.to(states.dtype), states.index_select(0, lines)))
+    is_input = is_kept[:, None] & (place < rows + starts.diff()[owners, None])
+    new = table.index_select(0, index.flatten()).view(*place.shape, -1)
+    _write(call.conv_states[:, :num_rows], lines, is_input, new)
+
+
+def _write(states: torch.Tensor, lines: torch.Tensor, is_new: torch.Tensor, new: torch.Tensor) -> None:
+    """Write rows to the lines, or what they hold; the null line may be among these several times.
+
+    is_new  bool [lines, rows], or of one row for all
+    """
+    old = states.index_select(0, lines)
+    states.index_copy_(0, lines, torch.where(is_new[..., None], new.to(states.dtype), old))
 
 
 def _bias(call: PrefillCall | UpdateCall, shape: torch.Size) -> torch.Tensor:

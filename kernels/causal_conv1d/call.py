@@ -27,7 +27,13 @@ class _Call:
     initial_state_idx: torch.Tensor | None
     block_idx_last_scheduled_token: torch.Tensor | None
     pad_slot_id: int | None
+    source_state_indices: torch.Tensor | None = None
     query_starts: Sequence[int] | None
+
+    @property
+    def sources(self) -> torch.Tensor | None:
+        """Where initial states are read, like state_indices: with the block indices, of the block that they name."""
+        return self.state_indices if self.source_state_indices is None else self.source_state_indices
 
     @property
     def num_sequences(self) -> int:
@@ -112,6 +118,7 @@ def kernel_arguments(call: PrefillCall | UpdateCall) -> dict[str, Any]:
         "out_ptr": call.out,
         "starts_ptr": call.query_start_loc,
         "lines_ptr": call.state_indices,
+        "sources_ptr": call.sources,
         "source_block_ptr": call.initial_state_idx,
         "last_block_ptr": call.block_idx_last_scheduled_token,
         "num_tokens": call.num_tokens,

@@ -156,6 +156,10 @@ def _check_starts(call: PrefillCall | UpdateCall) -> QueryStarts | None:
 def _check_lines(call: PrefillCall | UpdateCall) -> None:
     states, lines, num_sequences = call.conv_states, call.state_indices, call.num_sequences
     is_paged = call.block_idx_last_scheduled_token is not None
+    if call.source_state_indices is not None:
+        _expect(lines is not None and not is_paged, "source_state_indices belongs to state_indices [sequences]")
+        _expect(lines is not None and lines.is_contiguous(), "state_indices must be contiguous beside its sources")
+        _check_indices(num_sequences, source_state_indices=call.source_state_indices)
     if lines is None:
         _expect(not is_paged, "the block indices of the prefix cache need state_indices [sequences, blocks]")
         _expect(

@@ -18,11 +18,11 @@ CONTRACT = Contract()
 
 def prefill(call: PrefillCall) -> None:
     """Fill call.out and keep states; see `ops.causal_conv1d_prefill`."""
-    x, conv_states, state_indices, pad_slot_id = call.x, call.conv_states, call.state_indices, call.pad_slot_id
+    x, conv_states = call.x, call.conv_states
     rows = call.width - 1
     starts = call.query_start_loc.to(torch.int64)
     lengths = starts.diff()
-    source, is_live = _lines(state_indices, call.num_sequences, call.initial_state_idx, pad_slot_id)
+    source, is_live = _lines(call.sources, call.num_sequences, call.initial_state_idx, call.pad_slot_id)
     sequences = (is_live & (lengths > 0)).nonzero().flatten()  # [live]
     starts, lengths, source = starts[sequences], lengths[sequences], source[sequences]
 
@@ -61,15 +61,18 @@ def prefill(call: PrefillCall) -> None:
 
 def update(call: UpdateCall) -> None:
     """Fill call.out and advance states; see `ops.causal_conv1d_update`."""
-    x, dim, out, conv_states, state_indices = call.x, call.dim, call.out, call.conv_states, call.state_indices
+    x, dim, out, conv_states, lines, sources = (
+        call.x, call.dim, call.out, call.conv_states, call.state_indices, call.sources,
+    )  # fmt: skip
     taps, bias = call.weight.float(), None if call.bias is None else call.bias.float()
     inputs = _inputs(x, call.gate_in).reshape(-1, dim)  # [tokens, dim]
     rows, accepted = call.width - 1, call.num_accepted_tokens
     is_plain = call.query_start_loc is None and accepted is None and call.initial_state_idx is None
-    if is_plain and state_indices is not None and (call.pad_slot_id or 0) <= 0 and bool((state_indices > 0).all()):
-        lines, states = state_indices.long(), conv_states[:, :rows]
-        line_of_inputs = torch.cat([states.index_select(0, lines).float(), inputs.reshape(x.shape[0], -1, dim)], dim=1)
-        states.index_copy_(0, lines, line_of_inputs[:, -rows:].to(states.dtype))
+    if is_plain and lines is not None and sources is not None and _have_no_padding(call, lines, sources):
+        states = conv_states[:, :rows]
+        before = states.index_select(0, sources).float()
+        line_of_inputs = torch.cat([before, inputs.reshape(x.shape[0], -1, dim)], dim=1)
+        states.index_copy_(0, lines.long(), line_of_inputs[:, -rows:].to(states.dtype))
         out.copy_(_finish(_windows_sum(line_of_inputs, taps, bias).reshape(x.shape), call, call.gate_out))
         return
     tokens_each = call.tokens_each
@@ -78,8 +81,8 @@ def update(call: UpdateCall) -> None:
         lengths = torch.full((call.num_sequences,), tokens_each)
     else:
         starts, lengths = call.query_start_loc[:-1].to(torch.int64), call.query_start_loc.diff().to(torch.int64)
-    source, is_live = _lines(state_indices, call.num_sequences, call.initial_state_idx, call.pad_slot_id)
-    target, is_kept = _lines(state_indices, call.num_sequences, call.block_idx_last_scheduled_token, call.pad_slot_id)
+    source, is_live = _lines(sources, call.num_sequences, call.initial_state_idx, call.pad_slot_id)
+    target, is_kept = _lines(lines, call.num_sequences, call.block_idx_last_scheduled_token, call.pad_slot_id)
     sequences = (is_live & (lengths > 0)).nonzero().flatten()
     starts, lengths = starts[sequences], lengths[sequences]
 
@@ -105,6 +108,10 @@ def update(call: UpdateCall) -> None:
     flat = x.reshape(-1, dim).clone() if call.is_in_place else torch.zeros(inputs.shape, dtype=x.dtype)
     flat[tokens] = result.to(x.dtype)
     out.copy_(flat.reshape(x.shape))
+
+
+def _have_no_padding(call: UpdateCall, *indices: torch.Tensor) -> bool:
+    return (call.pad_slot_id or 0) <= 0 and all(int(each.amin()) > 0 for each in indices)
 
 
 def _inputs(x: torch.Tensor, gate_in: torch.Tensor | None) -> torch.Tensor:

@@ -38,6 +38,7 @@ def causal_conv1d_prefill(
     num_computed_tokens: torch.Tensor | None = None,
     block_size_tokens: int | None = None,
     pad_slot_id: int | None = -1,
+    source_state_indices: torch.Tensor | None = None,
     query_starts: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """Convolve whole sequences or chunks of them, and keep their last inputs. For each sequence n, with s = starts:
@@ -71,6 +72,9 @@ def causal_conv1d_prefill(
             boundary lies in this chunk. Null lines are not written.
         block_size_tokens: tokens per block of the prefix cache.
         pad_slot_id: a further index that means padding, as every index <= 0 does; None: no further one.
+        source_state_indices: int32 [sequences], not with the block indices: the lines that initial states are read
+            from, unchanged; None: state_indices. A null source makes the sequence padding, a null line in state_indices
+            is not written. Sequences may share a source that no other sequence of the call writes.
         query_starts: query_start_loc as host integers, for implementations that run on the host.
 
     Returns: out. Raises ValueError for arguments that do not fit together.
@@ -94,6 +98,7 @@ def causal_conv1d_prefill(
         num_computed_tokens=num_computed_tokens,
         block_size_tokens=block_size_tokens,
         pad_slot_id=pad_slot_id,
+        source_state_indices=source_state_indices,
     )
     check_prefill(call)
     if out is not None:
@@ -118,6 +123,7 @@ def causal_conv1d_update(
     initial_state_idx: torch.Tensor | None = None,
     block_idx_last_scheduled_token: torch.Tensor | None = None,
     pad_slot_id: int | None = -1,
+    source_state_indices: torch.Tensor | None = None,
     query_starts: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """Advance sequences by one or a few tokens (decode). For each sequence n with L tokens, a = num_accepted_tokens[n]:
@@ -130,14 +136,16 @@ def causal_conv1d_update(
         conv_states[target, :width-2+L] = h[1:]                      with it: every window of the L draft tokens stays
                                                                      readable until it is known how many are accepted
 
-    source = target = state_indices[n], or, with the block indices of the prefix cache, source =
-    state_indices[n, initial_state_idx[n]] and target = state_indices[n, block_idx_last_scheduled_token[n]]. A null
-    source makes the sequence padding; a null target is not written.
+    target = state_indices[n] and source = source_state_indices[n], the target where that is None; or, with the block
+    indices of the prefix cache, source = state_indices[n, initial_state_idx[n]] and target =
+    state_indices[n, block_idx_last_scheduled_token[n]]. A null source makes the sequence padding; a null target is not
+    written.
 
     Args:
         x: [sequences, dim] (one token each), [sequences, tokens each, dim], or with query_start_loc [tokens, dim];
             dim contiguous, rows of one stride.
-        weight, bias, conv_states, activation, gate_in, gate_out, out, pad_slot_id: as in `causal_conv1d_prefill`.
+        weight, bias, conv_states, activation, gate_in, gate_out, out, pad_slot_id, source_state_indices: as in
+            `causal_conv1d_prefill`.
         state_indices: int32 [sequences], or [sequences, blocks] with the block indices, shared only if nobody writes;
             None: sequence n owns line n.
         query_start_loc: int32 [sequences + 1], ascending from 0 (checked where it is on the host), for sequences of
@@ -169,6 +177,7 @@ def causal_conv1d_update(
         initial_state_idx=initial_state_idx,
         block_idx_last_scheduled_token=block_idx_last_scheduled_token,
         pad_slot_id=pad_slot_id,
+        source_state_indices=source_state_indices,
     )
     check_update(call)
     if out is not None:

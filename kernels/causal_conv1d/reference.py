@@ -47,6 +47,7 @@ def causal_conv1d_prefill(
     num_computed_tokens: torch.Tensor | None = None,
     block_size_tokens: int | None = None,
     pad_slot_id: int | None = -1,
+    source_state_indices: torch.Tensor | None = None,
     query_starts: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """See `ops.causal_conv1d_prefill`."""
@@ -57,9 +58,10 @@ def causal_conv1d_prefill(
     result = x.clone() if in_place else torch.zeros_like(x)
     starts = list(query_starts) if query_starts is not None else query_start_loc.tolist()
     history_rows = weight.shape[0] - 1
+    sources = state_indices if source_state_indices is None else source_state_indices
     states_before = None if conv_states is None else conv_states.clone()
     for sequence, (start, end) in enumerate(pairwise(starts)):
-        source = _line(state_indices, sequence, initial_state_idx, pad_slot_id)
+        source = _line(sources, sequence, initial_state_idx, pad_slot_id)
         if source is None or start == end:
             continue
         history = torch.zeros(history_rows, x.shape[1], dtype=compute, device=x.device)
@@ -105,6 +107,7 @@ def causal_conv1d_update(
     initial_state_idx: torch.Tensor | None = None,
     block_idx_last_scheduled_token: torch.Tensor | None = None,
     pad_slot_id: int | None = -1,
+    source_state_indices: torch.Tensor | None = None,
     query_starts: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """See `ops.causal_conv1d_update`."""
@@ -122,9 +125,10 @@ def causal_conv1d_update(
         tokens_each = 1 if x.dim() == 2 else x.shape[1]
         starts = [sequence * tokens_each for sequence in range(x.shape[0] + 1)]
     history_rows = weight.shape[0] - 1
+    sources = state_indices if source_state_indices is None else source_state_indices
     states_before = conv_states.clone()
     for sequence, (start, end) in enumerate(pairwise(starts)):
-        source = _line(state_indices, sequence, initial_state_idx, pad_slot_id)
+        source = _line(sources, sequence, initial_state_idx, pad_slot_id)
         if source is None or start == end:
             continue
         first_row = 0 if num_accepted_tokens is None else int(num_accepted_tokens[sequence]) - 1

@@ -186,9 +186,9 @@ def _past(age: tl.constexpr, h1, h2, h3, h4, h5, h6, h7):
 
 
 _UPDATE = ["x_ptr", "weight_ptr", "bias_ptr", "states_ptr", "gate_in_ptr", "gate_out_ptr", "out_ptr", "starts_ptr",
-           "lines_ptr", "accepted_ptr", "source_block_ptr", "last_block_ptr", "num_tokens", "num_sequences",
-           "tokens_each", "pad_slot", "stride_lines", "dim", "block_channels", "stride_x", "stride_gate_in",
-           "stride_gate_out", "stride_out", "stride_line", "stride_row"]  # fmt: skip
+           "lines_ptr", "sources_ptr", "accepted_ptr", "source_block_ptr", "last_block_ptr", "num_tokens",
+           "num_sequences", "tokens_each", "pad_slot", "stride_lines", "dim", "block_channels", "stride_x",
+           "stride_gate_in", "stride_gate_out", "stride_out", "stride_line", "stride_row"]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_UPDATE)
@@ -201,7 +201,8 @@ def conv_update(
     gate_out_ptr,  # like x or None
     out_ptr,  # like x
     starts_ptr,  # [num_sequences + 1] or None: every sequence has tokens_each
-    lines_ptr,  # [num_sequences] or [num_sequences, blocks] or None
+    lines_ptr,  # [num_sequences] or [num_sequences, blocks] or None, sources likewise
+    sources_ptr,
     accepted_ptr,  # [num_sequences] or None
     source_block_ptr,  # [num_sequences] or None, like the next one
     last_block_ptr,
@@ -244,7 +245,7 @@ def conv_update(
                 column = 0
                 if source_block_ptr is not None:
                     column = tl.load(source_block_ptr + sequence)
-                source = tl.load(lines_ptr + sequence * stride_lines + column)
+                source = tl.load(sources_ptr + sequence * stride_lines + column)
                 is_live = (source > NULL_LINE) & (source != pad_slot) & (length > 0)
             if is_live:
                 first_row = 0
@@ -254,8 +255,11 @@ def conv_update(
                                                       stride_line, stride_row, channel, bound, WIDTH)  # fmt: skip
                 target = source
                 is_kept = True
-                if last_block_ptr is not None:
-                    target = tl.load(lines_ptr + sequence * stride_lines + tl.load(last_block_ptr + sequence))
+                if lines_ptr is not None:
+                    last_block = 0
+                    if last_block_ptr is not None:
+                        last_block = tl.load(last_block_ptr + sequence)
+                    target = tl.load(lines_ptr + sequence * stride_lines + last_block)
                     is_kept = (target > NULL_LINE) & (target != pad_slot)
                 # Rows of drafts: all but the oldest of the history now, each token below.
                 if accepted_ptr is not None:
@@ -331,9 +335,10 @@ def _copy_state(states_ptr, target, source, end, start, x_ptr, gate_in_ptr, stri
 
 
 _PREFILL = ["x_ptr", "weight_ptr", "bias_ptr", "states_ptr", "gate_in_ptr", "gate_out_ptr", "out_ptr", "starts_ptr",
-            "lines_ptr", "initial_ptr", "source_block_ptr", "first_block_ptr", "last_block_ptr", "computed_ptr",
-            "num_tokens", "num_sequences", "tile_tokens", "block_size_tokens", "pad_slot", "stride_lines", "dim",
-            "stride_x", "stride_gate_in", "stride_gate_out", "stride_out", "stride_line", "stride_row"]  # fmt: skip
+            "lines_ptr", "sources_ptr", "initial_ptr", "source_block_ptr", "first_block_ptr", "last_block_ptr",
+            "computed_ptr", "num_tokens", "num_sequences", "tile_tokens", "block_size_tokens", "pad_slot",
+            "stride_lines", "dim", "stride_x", "stride_gate_in", "stride_gate_out", "stride_out", "stride_line",
+            "stride_row"]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_PREFILL)
@@ -346,7 +351,8 @@ def conv_prefill(
     gate_out_ptr,  # like x or None
     out_ptr,  # like x
     starts_ptr,  # [num_sequences + 1]
-    lines_ptr,  # [num_sequences] or [num_sequences, blocks] or None
+    lines_ptr,  # [num_sequences] or [num_sequences, blocks] or None, sources likewise
+    sources_ptr,
     initial_ptr,  # int8 [num_sequences] or None
     source_block_ptr,  # [num_sequences] or None, like the next three
     first_block_ptr,
@@ -403,7 +409,7 @@ def conv_prefill(
                     column = 0
                     if source_block_ptr is not None:
                         column = tl.load(source_block_ptr + sequence)
-                    source = tl.load(lines_ptr + sequence * stride_lines + column)
+                    source = tl.load(sources_ptr + sequence * stride_lines + column)
                     is_live = (source > NULL_LINE) & (source != pad_slot) & (end > start)
                 if is_live:
                     # The head's program has the first HALO tokens, wherever they lie: it alone reads and writes states.
@@ -472,8 +478,10 @@ def conv_prefill(
                         if is_head:
                             target = line
                             is_kept = True
-                            if last_block_ptr is not None:
-                                last_block = tl.load(last_block_ptr + sequence)
+                            if lines_ptr is not None:
+                                last_block = 0
+                                if last_block_ptr is not None:
+                                    last_block = tl.load(last_block_ptr + sequence)
                                 target = tl.load(lines_ptr + sequence * stride_lines + last_block).to(tl.int64)
                                 is_kept = (target > NULL_LINE) & (target != pad_slot)
                             if last_block_ptr is not None:

@@ -37,6 +37,7 @@ WARM_UP_TOKENS = (1, TILE_TOKENS)
 _METADATA = [
     "starts_ptr",
     "lines_ptr",
+    "sources_ptr",
     "initial_ptr",
     "accepted_ptr",
     "source_block_ptr",
@@ -168,10 +169,10 @@ def _write_state(kept, states_ptr, line, stride_line, stride_row, channel, mask,
 
 
 @triton.jit
-def _head(x_ptr, states_ptr, gate_in_ptr, gate_out_ptr, out_ptr, starts_ptr, lines_ptr, initial_ptr, source_block_ptr,
-          first_block_ptr, last_block_ptr, computed_ptr, sequence, taps, bias, block_size_tokens, pad_slot, stride_x,
-          stride_gate_in, stride_gate_out, stride_out, stride_line, stride_row, stride_lines, channel, mask,
-          SILU: tl.constexpr, NATIVE: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
+def _head(x_ptr, states_ptr, gate_in_ptr, gate_out_ptr, out_ptr, starts_ptr, lines_ptr, sources_ptr, initial_ptr,
+          source_block_ptr, first_block_ptr, last_block_ptr, computed_ptr, sequence, taps, bias, block_size_tokens,
+          pad_slot, stride_x, stride_gate_in, stride_gate_out, stride_out, stride_line, stride_row, stride_lines,
+          channel, mask, SILU: tl.constexpr, NATIVE: tl.constexpr, WIDTH: tl.constexpr):  # fmt: skip
     """The first WIDTH - 1 tokens of a sequence, which reach into its history, and the states it leaves behind.
 
     One program reads the old state and writes all new ones that need it or lie in its line, so that no other can
@@ -180,7 +181,7 @@ def _head(x_ptr, states_ptr, gate_in_ptr, gate_out_ptr, out_ptr, starts_ptr, lin
     HALO: tl.constexpr = WIDTH - 1
     start = tl.load(starts_ptr + sequence)
     length = tl.load(starts_ptr + sequence + 1) - start
-    source, is_live = _line(lines_ptr, source_block_ptr, sequence, stride_lines, pad_slot, True)
+    source, is_live = _line(sources_ptr, source_block_ptr, sequence, stride_lines, pad_slot, True)
     is_live = is_live & (length > 0)
     has_history = is_live
     if initial_ptr is not None:
@@ -266,7 +267,8 @@ def _prefill_kernel(
     gate_out_ptr,  # like x or None
     out_ptr,  # like x
     starts_ptr,  # [num_sequences + 1]
-    lines_ptr,  # [num_sequences] or [num_sequences, blocks] or None
+    lines_ptr,  # [num_sequences] or [num_sequences, blocks] or None, sources likewise
+    sources_ptr,
     initial_ptr,  # [num_sequences] or None
     source_block_ptr,  # [num_sequences] or None, like the next three
     first_block_ptr,
@@ -302,7 +304,7 @@ def _prefill_kernel(
         gdc_launch_dependents()
     taps, bias = _taps(weight_ptr, bias_ptr, dim, channel, mask, WIDTH)
     if tile < num_sequences:
-        _head(x_ptr, states_ptr, gate_in_ptr, gate_out_ptr, out_ptr, starts_ptr, lines_ptr, initial_ptr,
+        _head(x_ptr, states_ptr, gate_in_ptr, gate_out_ptr, out_ptr, starts_ptr, lines_ptr, sources_ptr, initial_ptr,
               source_block_ptr, first_block_ptr, last_block_ptr, computed_ptr, tile, taps, bias, block_size_tokens,
               pad_slot, stride_x, stride_gate_in, stride_gate_out, stride_out, stride_line, stride_row, stride_lines,
               channel, mask, SILU, NATIVE, WIDTH)  # fmt: skip
@@ -349,7 +351,7 @@ def _prefill_kernel(
         sequence = first + index
         start = tl.load(starts_ptr + sequence)
         end = tl.load(starts_ptr + sequence + 1)
-        _, is_live = _line(lines_ptr, source_block_ptr, sequence, stride_lines, pad_slot, True)
+        _, is_live = _line(sources_ptr, source_block_ptr, sequence, stride_lines, pad_slot, True)
         if first_block_ptr is not None:
             if is_live:
                 _write_boundaries(x_ptr, states_ptr, gate_in_ptr, lines_ptr, source_block_ptr, first_block_ptr,
@@ -402,7 +404,8 @@ def _update_kernel(
     gate_out_ptr,  # like x or None
     out_ptr,  # like x
     starts_ptr,  # [num_sequences + 1] or None: every sequence has as many tokens
-    lines_ptr,  # [num_sequences] or [num_sequences, blocks] or None
+    lines_ptr,  # [num_sequences] or [num_sequences, blocks] or None, sources likewise
+    sources_ptr,
     accepted_ptr,  # [num_sequences] or None
     source_block_ptr,  # [num_sequences] or None, like the next one
     last_block_ptr,
@@ -433,7 +436,7 @@ def _update_kernel(
         gdc_wait()
         gdc_launch_dependents()
     taps, bias = _taps(weight_ptr, bias_ptr, dim, channel, mask, WIDTH)
-    source, is_live = _line(lines_ptr, source_block_ptr, sequence, stride_lines, pad_slot, True)
+    source, is_live = _line(sources_ptr, source_block_ptr, sequence, stride_lines, pad_slot, True)
     first_row = 0
     if accepted_ptr is not None:
         first_row = tl.where(is_live, tl.load(accepted_ptr + sequence) - 1, 0)
@@ -441,11 +444,8 @@ def _update_kernel(
     for row in tl.static_range(HALO):
         address = states_ptr + source * stride_line + (first_row + row) * stride_row + channel
         history = history + (tl.load(address, mask=mask & is_live, other=0.0),)
-    target = source
-    is_kept = is_live
-    if last_block_ptr is not None:
-        target, is_real = _line(lines_ptr, last_block_ptr, sequence, stride_lines, pad_slot, True)
-        is_kept = is_kept & is_real
+    target, is_kept = _line(lines_ptr, last_block_ptr, sequence, stride_lines, pad_slot, True)
+    is_kept = is_kept & is_live
     if starts_ptr is None and tokens_each is None:
         rows = history + (_row(x_ptr, gate_in_ptr, sequence, stride_x, stride_gate_in, channel, mask),)
         _update_output(rows, 0, taps, bias, out_ptr, gate_out_ptr, sequence, stride_out, stride_gate_out, channel, mask,

@@ -33,9 +33,11 @@ def prefill(
     state_indices: torch.Tensor,
     has_initial_state: torch.Tensor,
     query_starts: Sequence[int] | None,
+    sources: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `ops.gated_delta_prefill`. Without query_starts it waits for the device; with them nothing is waited for, and
     nothing is brought to the device."""
+    sources = state_indices if sources is None else sources
     q, k, v = heads_of(qkv, states, torch.float32)
     beta, decay_log = gates_of(b, a, a_log, dt_bias, torch.float32)
     starts = query_start_loc.tolist() if query_starts is None else query_starts
@@ -48,12 +50,12 @@ def prefill(
         rows = query_start_loc[:-1].long().clamp(max=num_tokens - 1)
         lines = torch.where(is_single, state_indices, 0)
         of_rows = (q[rows], k[rows], v[rows], beta[rows], decay_log[rows])
-        advanced = _advance(*of_rows, states, lines, has_initial_state)
+        advanced = _advance(*of_rows, states, lines, sources, has_initial_state)
         out.index_copy_(0, torch.where(is_single, rows, num_tokens), advanced)
     for n, length in enumerate(lengths):
         if length > 1:
             here = slice(starts[n], starts[n + 1])
-            state = _state_at(states, state_indices[n : n + 1], has_initial_state[n : n + 1])[0]
+            state = _state_at(states, sources[n : n + 1], has_initial_state[n : n + 1])[0]
             out[here], state = _in_chunks(q[here], k[here], v[here], beta[here], decay_log[here], state)
             _write(states, state_indices[n : n + 1], state[None])
     return out[:num_tokens].to(qkv.dtype)
@@ -72,12 +74,16 @@ def decode(
     states: torch.Tensor,
     state_indices: torch.Tensor,
     eps: float,
+    sources: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `ops.gated_delta_decode`; the convolution is the device's own."""
-    convolved = causal_conv1d_update(qkv, taps, None, conv_states, state_indices, activation="silu")
+    sources = state_indices if sources is None else sources
+    convolved = causal_conv1d_update(
+        qkv, taps, None, conv_states, state_indices, activation="silu", source_state_indices=sources
+    )
     q, k, v = heads_of(convolved, states, torch.float32)
     beta, decay_log = gates_of(b, a, a_log, dt_bias, torch.float32)
-    out = _advance(q, k, v, beta, decay_log, states, state_indices, None).to(qkv.dtype)
+    out = _advance(q, k, v, beta, decay_log, states, state_indices, sources, None).to(qkv.dtype)
     return gated_norm(out, z, norm_weight, eps)
 
 
@@ -89,6 +95,7 @@ def _advance(
     decay_log: torch.Tensor,
     states: torch.Tensor,
     lines: torch.Tensor,
+    sources: torch.Tensor,
     continued: torch.Tensor | None,
 ) -> torch.Tensor:
     """One token of each sequence; [sequences, num_value_heads, value_dim].
@@ -97,7 +104,7 @@ def _advance(
     nothing and adds nothing, so that the null line gets what it held.
     """
     is_real = (lines > 0)[:, None]
-    state = states.index_select(0, lines.long().clamp(min=0))
+    state = states.index_select(0, torch.where(is_real[:, 0], sources, 0).long())
     if continued is not None:
         state.masked_fill_((is_real & ~continued[:, None])[..., None, None], 0.0)
     state.mul_(torch.where(is_real, decay_log.exp(), 1.0)[..., None, None])

@@ -11,7 +11,9 @@ sequence, in float32, with S [key_dim, value_dim] the state of a value head:
     out[t] = S.T @ q
 
 Line 0 of the states is the null line: such a sequence is padding, as with any index below 1; it reads and writes no
-state, and its outputs are anything. All metadata stays on the device; nothing here synchronises.
+state, and its outputs are anything. With `source_state_indices` a sequence reads its old state from one line and
+writes the new one to another, as one does that continues a kept state (copy-on-write). All metadata stays on the
+device; nothing here synchronises.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ def gated_delta_prefill(
     state_indices: torch.Tensor,
     has_initial_state: torch.Tensor,
     *,
+    source_state_indices: torch.Tensor | None = None,
     query_starts: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """Advance sequences by whole prompts, chunks of them, or single tokens.
@@ -44,9 +47,12 @@ def gated_delta_prefill(
         b, a: [tokens, num_value_heads], dtype of qkv, unit stride along the heads, any stride between tokens.
         a_log, dt_bias: float32 [num_value_heads], contiguous.
         states: float32 [lines, num_value_heads, key_dim, value_dim], contiguous; changed in place.
-        query_start_loc: int32 [sequences + 1], ascending from 0. Empty sequences keep their state.
+        query_start_loc: int32 [sequences + 1], ascending from 0. Empty sequences read and write nothing.
         state_indices: int32 [sequences], the lines, each at most once beside padding.
         has_initial_state: bool [sequences]; where False, the sequence starts with zeros, whatever its line holds.
+        source_state_indices: int32 [sequences], the lines that initial states are read from, unchanged; lines wherever
+            state_indices has one. Sequences may share a source that no other sequence of the call writes. None:
+            state_indices.
         query_starts: query_start_loc as host integers, for implementations that run on the host.
 
     Returns: [tokens, num_value_heads, value_dim], dtype of qkv, fresh and contiguous. Tokens of no sequence come out as
@@ -58,8 +64,9 @@ def gated_delta_prefill(
     assert query_start_loc.shape == (num_sequences + 1,), "query_start_loc is int32 [sequences + 1]"
     assert has_initial_state.shape == (num_sequences,), "has_initial_state is bool [sequences]"
     out: torch.Tensor = implementation("gated_delta", qkv.device, "prefill").prefill(
-        qkv, b, a, a_log, dt_bias, states, query_start_loc, state_indices, has_initial_state, query_starts
-    )
+        qkv, b, a, a_log, dt_bias, states, query_start_loc, state_indices, has_initial_state, query_starts,
+        _sources(state_indices, source_state_indices),
+    )  # fmt: skip
     return out
 
 
@@ -77,6 +84,7 @@ def gated_delta_decode(
     state_indices: torch.Tensor,
     *,
     eps: float,
+    source_state_indices: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Advance each sequence by one token: token n is sequence n's, and continues what its line holds. From what the
     layer's input products yield to what its output product reads, the convolution before the rule and the gated norm
@@ -94,6 +102,7 @@ def gated_delta_decode(
         conv_states: [lines, width - 1, channels], dtype of qkv, contiguous; changed in place.
         norm_weight: float32 [value_dim].
         state_indices: int32 [tokens], lines of both states, each at most once beside padding.
+        source_state_indices: int32 [tokens], lines that both states are read from, as in `gated_delta_prefill`.
 
     Returns: [tokens, num_value_heads * value_dim], dtype of qkv, fresh and contiguous.
     """
@@ -108,8 +117,9 @@ def gated_delta_decode(
     assert qkv.dtype == z.dtype == taps.dtype == conv_states.dtype, "qkv, z, taps and conv_states are of one dtype"
     assert norm_weight.shape == states.shape[3:] and norm_weight.dtype == torch.float32, "norm_weight is [value_dim]"
     out: torch.Tensor = implementation("gated_delta", qkv.device).decode(
-        qkv, z, b, a, taps, conv_states, a_log, dt_bias, norm_weight, states, state_indices, eps
-    )
+        qkv, z, b, a, taps, conv_states, a_log, dt_bias, norm_weight, states, state_indices, eps,
+        _sources(state_indices, source_state_indices),
+    )  # fmt: skip
     return out
 
 
@@ -125,6 +135,14 @@ def num_key_heads_of(qkv: torch.Tensor, states: torch.Tensor) -> int:
     """How many key heads qkv has beside the states' value heads."""
     _, num_value_heads, key_dim, value_dim = states.shape
     return (qkv.shape[1] - num_value_heads * value_dim) // (2 * key_dim)
+
+
+def _sources(lines: torch.Tensor, sources: torch.Tensor | None) -> torch.Tensor:
+    """The lines that states are read from."""
+    if sources is None:
+        return lines
+    assert sources.shape == lines.shape and sources.dtype == torch.int32, "source_state_indices are like state_indices"
+    return sources
 
 
 def _check(

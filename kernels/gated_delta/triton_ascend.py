@@ -54,6 +54,7 @@ def prefill(
     state_indices: torch.Tensor,
     has_initial_state: torch.Tensor,
     query_starts: Sequence[int] | None,
+    sources: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `ops.gated_delta_prefill`. What `refuses` names must have been kept away. Without query_starts all sequences
     are walked; nothing is waited for in either case."""
@@ -61,20 +62,21 @@ def prefill(
     out = torch.empty(num_tokens, num_heads, value_dim, dtype=qkv.dtype, device=qkv.device)
     if num_tokens == 0:
         return out
-    inputs = (qkv, b, a, a_log, dt_bias, states)
+    inputs, sources = (qkv, b, a, a_log, dt_bias, states), state_indices if sources is None else sources
     lengths = [num_tokens]
     if query_starts is not None:
         lengths = [end - start for start, end in pairwise(query_starts)]
     max_walked = num_tokens if query_starts is None or key_dim > MAX_KEY_DIM else MAX_SHORT_TOKENS
     if any(0 < length <= max_walked for length in lengths):
-        where = (query_start_loc, state_indices, has_initial_state)
+        where = (query_start_loc, state_indices, sources, has_initial_state)
         plan_walk(*inputs, *where, out, max_walked).run()
     if max(lengths) > max_walked:
         assert query_starts is not None
         buffers = Buffers(max(lengths), num_key_heads_of(qkv, states), states)
+        whose = (state_indices, sources, has_initial_state)
         for n, (start, end) in enumerate(pairwise(query_starts)):
             if end - start > max_walked:
-                for launch in plan_sequence(*inputs, state_indices, has_initial_state, out, buffers, n, start, end):
+                for launch in plan_sequence(*inputs, *whose, out, buffers, n, start, end):
                     launch.run()
     return out
 
@@ -92,12 +94,16 @@ def decode(
     states: torch.Tensor,
     state_indices: torch.Tensor,
     eps: float,
+    sources: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `ops.gated_delta_decode`. What `refuses` names must have been kept away."""
     out = torch.empty(z.shape, dtype=z.dtype, device=z.device)
+    sources = state_indices if sources is None else sources
     if len(qkv):
-        convolved = causal_conv1d_update(qkv, taps, None, conv_states, state_indices, activation="silu")
-        plan_decode(convolved, z, b, a, a_log, dt_bias, norm_weight, states, state_indices, eps, out).run()
+        convolved = causal_conv1d_update(
+            qkv, taps, None, conv_states, state_indices, activation="silu", source_state_indices=sources
+        )
+        plan_decode(convolved, z, b, a, a_log, dt_bias, norm_weight, states, state_indices, sources, eps, out).run()
     return out
 
 
@@ -110,6 +116,7 @@ def plan_walk(
     states: torch.Tensor,
     query_start_loc: torch.Tensor,
     state_indices: torch.Tensor,
+    sources: torch.Tensor,
     has_initial_state: torch.Tensor,
     out: torch.Tensor,
     max_tokens: int,
@@ -129,6 +136,7 @@ def plan_walk(
         "states_ptr": states,
         "starts_ptr": query_start_loc,
         "lines_ptr": state_indices,
+        "sources_ptr": sources,
         "continued_ptr": has_initial_state.view(torch.int8),
         "out_ptr": out,
         "num_sequences": len(state_indices),
@@ -152,6 +160,7 @@ def plan_decode(
     norm_weight: torch.Tensor,
     states: torch.Tensor,
     state_indices: torch.Tensor,
+    sources: torch.Tensor,
     eps: float,
     out: torch.Tensor,
 ) -> AscendLaunch:
@@ -173,6 +182,7 @@ def plan_decode(
         "norm_ptr": norm_weight,
         "states_ptr": states,
         "lines_ptr": state_indices,
+        "sources_ptr": sources,
         "out_ptr": out,
         "num_tokens": len(convolved),
         "qkv_stride": convolved.stride(0),

@@ -2,7 +2,7 @@
 verified on an NPU.
 
 As many programs as the chip has vector cores loop over work items; an item is a value head of one sequence. Its state
-is read once and written once, in place, in tiles of all keys and BLOCK_V values. A tile's second sum does not wait for
+is read once and written once, in tiles of all keys and BLOCK_V values. A tile's second sum does not wait for
 the first: with S the state as it comes, the rule of `ops` (decay, write, read) is
 
     new = beta * (v - decay * S.T @ k)
@@ -23,7 +23,7 @@ import triton.language as tl
 NULL_LINE = tl.constexpr(0)
 
 _DECODE = ["qkv_ptr", "z_ptr", "b_ptr", "a_ptr", "a_log_ptr", "dt_bias_ptr", "norm_ptr", "states_ptr", "lines_ptr",
-           "out_ptr", "num_tokens", "qkv_stride", "z_stride", "b_stride", "a_stride", "eps"]  # fmt: skip
+           "sources_ptr", "out_ptr", "num_tokens", "qkv_stride", "z_stride", "b_stride", "a_stride", "eps"]  # fmt: skip
 
 
 @triton.jit
@@ -54,7 +54,8 @@ def gated_delta_decode(
     dt_bias_ptr,
     norm_ptr,  # float32 [VALUE_DIM]
     states_ptr,  # float32 [lines, VALUE_HEADS, KEY_DIM, VALUE_DIM]
-    lines_ptr,  # int32 [num_tokens]
+    lines_ptr,  # int32 [num_tokens], sources likewise
+    sources_ptr,
     out_ptr,  # [num_tokens, VALUE_HEADS * VALUE_DIM]
     num_tokens,
     qkv_stride,
@@ -97,14 +98,16 @@ def gated_delta_decode(
             of_itself = tl.sum(q * k, 0)
             outs = tl.zeros((BLOCK_T, BLOCK_V), tl.float32)
             state_ptr = states_ptr + (tl.cast(line, tl.int64) * VALUE_HEADS + head) * (KEY_DIM * VALUE_DIM)
+            source = tl.cast(tl.load(sources_ptr + token), tl.int64)
+            old_ptr = states_ptr + (source * VALUE_HEADS + head) * (KEY_DIM * VALUE_DIM)
             for tile in range(TILES):
                 v = tl.load(row_ptr + FIRST_VALUE + head * VALUE_DIM + tile * BLOCK_V + values).to(tl.float32)
-                here = state_ptr + tile * BLOCK_V + (keys[:, None] * VALUE_DIM + values[None, :])
-                state = tl.load(here, mask=is_key[:, None], other=0.0)
+                here = tile * BLOCK_V + (keys[:, None] * VALUE_DIM + values[None, :])
+                state = tl.load(old_ptr + here, mask=is_key[:, None], other=0.0)
                 kept = tl.sum(state * k[:, None], 0)
                 read = tl.sum(state * q[:, None], 0)
                 new = (v - decay * kept) * beta
-                tl.store(here, decay * state + k[:, None] * new[None, :], mask=is_key[:, None])
+                tl.store(state_ptr + here, decay * state + k[:, None] * new[None, :], mask=is_key[:, None])
                 out = decay * read + of_itself * new
                 outs += tl.where((tiles == tile)[:, None], out[None, :], 0.0)
             # Rounded where transformers rounds.

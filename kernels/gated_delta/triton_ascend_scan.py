@@ -22,7 +22,7 @@ import triton.language as tl
 from kernels.gated_delta.triton_ascend_decode import NULL_LINE
 from kernels.gated_delta.triton_ascend_prepare import NUM_FACTORS
 
-_SCAN = ["qkv_ptr", "normed_ptr", "factors_ptr", "matrix_ptr", "scores_ptr", "states_ptr", "lines_ptr",
+_SCAN = ["qkv_ptr", "normed_ptr", "factors_ptr", "matrix_ptr", "scores_ptr", "states_ptr", "lines_ptr", "sources_ptr",
          "continued_ptr", "out_ptr", "sequence", "first_token", "num_tokens", "is_begun"]  # fmt: skip
 
 
@@ -34,7 +34,8 @@ def gated_delta_scan(
     matrix_ptr,
     scores_ptr,
     states_ptr,  # float32 [lines, VALUE_HEADS, KEY_DIM, VALUE_DIM]
-    lines_ptr,  # int32 [sequences]
+    lines_ptr,  # int32 [sequences], sources likewise
+    sources_ptr,
     continued_ptr,  # int8 [sequences]
     out_ptr,  # [tokens, VALUE_HEADS, VALUE_DIM]
     sequence,
@@ -59,11 +60,12 @@ def gated_delta_scan(
         first_value = item % TILES * BLOCK_V
         line = tl.load(lines_ptr + sequence)
         if line > NULL_LINE:
-            state_ptr = states_ptr + (tl.cast(line, tl.int64) * VALUE_HEADS + head) * (KEY_DIM * VALUE_DIM)
-            here = state_ptr + first_value + (keys[:, None] * VALUE_DIM + values[None, :])
+            tile = head * (KEY_DIM * VALUE_DIM) + first_value + (keys[:, None] * VALUE_DIM + values[None, :])
+            source = tl.where(is_begun != 0, line, tl.load(sources_ptr + sequence))
+            old = states_ptr + tl.cast(source, tl.int64) * (VALUE_HEADS * KEY_DIM * VALUE_DIM) + tile
             # A bound, not a product: a line that nobody has written may hold NaN.
             num_keys = tl.where(is_begun + tl.load(continued_ptr + sequence) != 0, KEY_DIM, 0)
-            state = tl.load(here, mask=(keys < num_keys)[:, None], other=0.0)
+            state = tl.load(old, mask=(keys < num_keys)[:, None], other=0.0)
             for chunk in range(tl.cdiv(num_tokens, CHUNK)):
                 first = tl.cast(first_token, tl.int64) + chunk * CHUNK
                 is_row = (row < num_tokens - chunk * CHUNK)[:, None]
@@ -87,4 +89,5 @@ def gated_delta_scan(
                 new = new * tl.load(factors + 2 * CHUNK)[:, None]
                 remaining = tl.max(tl.load(factors + 3 * CHUNK), 0)
                 state = remaining * state + tl.dot(tl.trans(tl.load(k_ptr)), new, input_precision="ieee")
+            here = states_ptr + tl.cast(line, tl.int64) * (VALUE_HEADS * KEY_DIM * VALUE_DIM) + tile
             tl.store(here, state, mask=(keys < KEY_DIM)[:, None])

@@ -23,10 +23,11 @@ def prefill(
     state_indices: torch.Tensor,
     has_initial_state: torch.Tensor,
     query_starts: Sequence[int] | None,  # noqa: ARG001 -- what says which sequences go to chunks
+    sources: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `ops.gated_delta_prefill`. What `triton_ascend.refuses` names must have been kept away."""
     where = (query_start_loc, state_indices, has_initial_state)
-    return triton_ascend.prefill(qkv, b, a, a_log, dt_bias, states, *where, None)
+    return triton_ascend.prefill(qkv, b, a, a_log, dt_bias, states, *where, None, sources)
 
 
 def decode(
@@ -42,9 +43,10 @@ def decode(
     states: torch.Tensor,
     state_indices: torch.Tensor,
     eps: float,
+    sources: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `ops.gated_delta_decode`, and above."""
-    parts = (a_log, dt_bias, norm_weight, states, state_indices, eps)
+    parts = (a_log, dt_bias, norm_weight, states, state_indices, eps, sources)
     return triton_ascend.decode(qkv, z, b, a, taps, conv_states, *parts)
 
 

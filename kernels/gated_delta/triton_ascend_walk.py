@@ -3,7 +3,7 @@ NPU.
 
 As many programs as the chip has vector cores loop over work items; an item is a tile of BLOCK_V values of one value
 head of one sequence. Its part of the state is read once, stays on the chip while the sequence's tokens are walked, and
-is written once, in place. As in `triton_ascend_decode` a token's second sum does not wait for the first. float32
+is written once. As in `triton_ascend_decode` a token's second sum does not wait for the first. float32
 inside, sums in a fixed order, nothing read on the host. Every transfer is a contiguous row or tile; the scalar unit
 reads maps only.
 """
@@ -19,7 +19,7 @@ import triton.language as tl
 from kernels.gated_delta.triton_ascend_decode import NULL_LINE, of_head
 
 _WALK = ["qkv_ptr", "b_ptr", "a_ptr", "a_log_ptr", "dt_bias_ptr", "states_ptr", "starts_ptr", "lines_ptr",
-         "continued_ptr", "out_ptr", "num_sequences", "max_tokens", "b_stride", "a_stride"]  # fmt: skip
+         "sources_ptr", "continued_ptr", "out_ptr", "num_sequences", "max_tokens", "b_stride", "a_stride"]  # fmt: skip
 
 
 @triton.jit
@@ -49,7 +49,8 @@ def gated_delta_walk(
     dt_bias_ptr,
     states_ptr,  # float32 [lines, VALUE_HEADS, KEY_DIM, VALUE_DIM]
     starts_ptr,  # int32 [num_sequences + 1]
-    lines_ptr,  # int32 [num_sequences]
+    lines_ptr,  # int32 [num_sequences], sources likewise
+    sources_ptr,
     continued_ptr,  # int8 [num_sequences]
     out_ptr,  # [tokens, VALUE_HEADS, VALUE_DIM]
     num_sequences,
@@ -79,11 +80,12 @@ def gated_delta_walk(
         end = tl.load(starts_ptr + sequence + 1)
         if (line > NULL_LINE) & (end > start) & (end - start <= max_tokens):
             key_head = head // (VALUE_HEADS // KEY_HEADS)
-            state_ptr = states_ptr + (tl.cast(line, tl.int64) * VALUE_HEADS + head) * (KEY_DIM * VALUE_DIM)
-            here = state_ptr + first_value + (keys[:, None] * VALUE_DIM + values[None, :])
+            tile = head * (KEY_DIM * VALUE_DIM) + first_value + (keys[:, None] * VALUE_DIM + values[None, :])
+            source = tl.cast(tl.load(sources_ptr + sequence), tl.int64)
+            old = states_ptr + source * (VALUE_HEADS * KEY_DIM * VALUE_DIM) + tile
             # A bound, not a product: a line that nobody has written may hold NaN.
             num_keys = tl.where(tl.load(continued_ptr + sequence) != 0, KEY_DIM, 0)
-            state = tl.load(here, mask=(keys < num_keys)[:, None], other=0.0)
+            state = tl.load(old, mask=(keys < num_keys)[:, None], other=0.0)
             for index in range(start, end):
                 token = tl.cast(index, tl.int64)
                 beta, decay_log = _gates_of_heads(b_ptr + token * b_stride, a_ptr + token * a_stride, rate, bias, heads,
@@ -103,4 +105,5 @@ def gated_delta_walk(
                 state += k[:, None] * new[None, :]
                 to = out_ptr + (token * VALUE_HEADS + head) * VALUE_DIM + first_value + values
                 tl.store(to, out.to(out_ptr.dtype.element_ty))
+            here = states_ptr + tl.cast(line, tl.int64) * (VALUE_HEADS * KEY_DIM * VALUE_DIM) + tile
             tl.store(here, state, mask=is_key[:, None])

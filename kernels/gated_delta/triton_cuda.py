@@ -43,7 +43,8 @@ def gated_delta_kernel(
     dt_bias_ptr,
     states_ptr,  # float32 [lines, VALUE_HEADS, KEY_DIM, VALUE_DIM]
     starts_ptr,  # int32 [sequences + 1]
-    lines_ptr,  # int32 [sequences]
+    lines_ptr,  # int32 [sequences], sources likewise
+    sources_ptr,
     continued_ptr,  # bool [sequences]
     out_ptr,  # [tokens, VALUE_HEADS, VALUE_DIM]
     gate_stride,
@@ -69,9 +70,11 @@ def gated_delta_kernel(
     value = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     is_key, is_value = key < KEY_DIM, value < VALUE_DIM
     mask = is_key[:, None] & is_value[None, :]
+    source = tl.load(sources_ptr + sequence).to(tl.int64)
     states_ptr += (line * VALUE_HEADS + head) * (KEY_DIM * VALUE_DIM) + key[:, None] * VALUE_DIM + value[None, :]
+    old_ptr = states_ptr + (source - line) * (VALUE_HEADS * KEY_DIM * VALUE_DIM)
     # A mask, not a product: a line that nobody has written may hold NaN.
-    state = tl.load(states_ptr, mask=mask & tl.load(continued_ptr + sequence), other=0.0)
+    state = tl.load(old_ptr, mask=mask & tl.load(continued_ptr + sequence), other=0.0)
     rate = -tl.exp(tl.load(a_log_ptr + head))
     bias = tl.load(dt_bias_ptr + head)
     first_value: tl.constexpr = 2 * KEY_HEADS * KEY_DIM
@@ -107,6 +110,7 @@ def prefill(
     state_indices: torch.Tensor,
     has_initial_state: torch.Tensor,
     query_starts: Sequence[int] | None,
+    sources: torch.Tensor | None = None,
     *,
     max_short_tokens: int = MAX_SHORT_TOKENS,
 ) -> torch.Tensor:
@@ -118,6 +122,7 @@ def prefill(
     """
     _, num_heads, key_dim, value_dim = states.shape
     assert b.stride(0) == a.stride(0), "b and a are columns of one product"
+    sources = state_indices if sources is None else sources
     out = torch.empty(len(qkv), num_heads, value_dim, dtype=qkv.dtype, device=qkv.device)
     block_v = min(_MAX_BLOCK_V, triton.next_power_of_2(value_dim))
     gated_delta_kernel[len(state_indices), num_heads, triton.cdiv(value_dim, block_v)](
@@ -129,6 +134,7 @@ def prefill(
         states,
         query_start_loc,
         state_indices,
+        sources,
         has_initial_state,
         out,
         b.stride(0),
@@ -141,7 +147,7 @@ def prefill(
         MAX_TOKENS=max_short_tokens,
         num_warps=4,
     )
-    where = (query_start_loc, state_indices, has_initial_state)
+    where = (query_start_loc, state_indices, sources, has_initial_state)
     num_long = min(len(state_indices), len(qkv) // (max_short_tokens + 1))
     if query_starts is not None:
         num_long = _num_longer(tuple(query_starts), max_short_tokens)
@@ -168,9 +174,12 @@ def decode(
     states: torch.Tensor,
     state_indices: torch.Tensor,
     eps: float,
+    sources: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `ops.gated_delta_decode`."""
-    return launch_decode(qkv, z, b, a, taps, conv_states, a_log, dt_bias, norm_weight, states, state_indices, eps)
+    sources = state_indices if sources is None else sources
+    args = (qkv, z, b, a, taps, conv_states, a_log, dt_bias, norm_weight, states, state_indices, sources)
+    return launch_decode(*args, eps)
 
 
 def warm_up(states: torch.Tensor, conv_states: torch.Tensor) -> None:

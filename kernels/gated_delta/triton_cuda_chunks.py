@@ -193,7 +193,8 @@ def scan_kernel(
     qkv_ptr,
     states_ptr,  # float32 [lines, VALUE_HEADS, KEY_DIM, VALUE_DIM]
     starts_ptr,
-    lines_ptr,  # int32 [sequences]
+    lines_ptr,  # int32 [sequences], sources likewise
+    sources_ptr,
     continued_ptr,  # bool [sequences]
     ends_ptr,
     total_ptr,
@@ -221,14 +222,16 @@ def scan_kernel(
     start = tl.load(starts_ptr + sequence)
     end = tl.load(starts_ptr + sequence + 1)
     line = tl.load(lines_ptr + sequence).to(tl.int64)
+    source = tl.load(sources_ptr + sequence).to(tl.int64)
     row, key = tl.arange(0, CHUNK), tl.arange(0, BLOCK_K)
     value = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     is_key, is_value = key < KEY_DIM, value < VALUE_DIM
     key_head = head // (VALUE_HEADS // KEY_HEADS)
     mask = is_key[:, None] & is_value[None, :]
     states_ptr += (line * VALUE_HEADS + head) * (KEY_DIM * VALUE_DIM) + key[:, None] * VALUE_DIM + value[None, :]
+    old_ptr = states_ptr + (source - line) * (VALUE_HEADS * KEY_DIM * VALUE_DIM)
     # A mask, not a product: a line that nobody has written may hold NaN.
-    state = tl.load(states_ptr, mask=mask & tl.load(continued_ptr + sequence), other=0.0)
+    state = tl.load(old_ptr, mask=mask & tl.load(continued_ptr + sequence), other=0.0)
     for chunk in tl.range(first_chunk, last_chunk, num_stages=STAGES):
         first = start + (chunk - first_chunk) * CHUNK
         is_token = first + row < end
@@ -270,6 +273,7 @@ def prefill_long(
     states: torch.Tensor,
     starts: torch.Tensor,
     lines: torch.Tensor,
+    sources: torch.Tensor,
     continued: torch.Tensor,
     out: torch.Tensor,
     max_short_tokens: int,
@@ -312,6 +316,6 @@ def prefill_long(
     scan = WIDE_SCAN if num_wide >= _MANY_PROGRAMS else NARROW_SCAN
     block_v = min(block_v, scan["BLOCK_V"])
     scan_kernel[num_sequences, num_heads, triton.cdiv(value_dim, block_v)](
-        qkv, states, starts, lines, continued, ends, total, written, erased, scores, out,
+        qkv, states, starts, lines, sources, continued, ends, total, written, erased, scores, out,
         num_warps=4, **sizes, **(scan | {"BLOCK_V": block_v}),
     )  # fmt: skip

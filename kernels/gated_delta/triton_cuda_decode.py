@@ -2,7 +2,7 @@
 
 A program has one key head of one sequence and all value heads that share it, so that no other reads the rows of the
 convolution's state that it shifts: they hold the inputs of its own channels. A value head's state is read once and
-written once, in place. float32 inside, sums in a fixed order, nothing read on the host: a captured call does what a new
+written once. float32 inside, sums in a fixed order, nothing read on the host: a captured call does what a new
 one would.
 
 Most of the time goes to the states' bytes, so a program reads on while it computes: it walks tiles of BLOCK_V values
@@ -117,7 +117,8 @@ def gated_delta_decode_kernel(
     dt_bias_ptr,
     norm_ptr,  # float32 [VALUE_DIM]
     states_ptr,  # float32 [lines, VALUE_HEADS, KEY_DIM, VALUE_DIM]
-    lines_ptr,  # int32 [tokens]
+    lines_ptr,  # int32 [tokens], sources likewise
+    sources_ptr,
     values_ptr,  # [tokens, VALUE_HEADS, VALUE_DIM], scratch: the convolved values
     out_ptr,  # [tokens, VALUE_HEADS, VALUE_DIM]
     qkv_stride,
@@ -146,12 +147,14 @@ def gated_delta_decode_kernel(
         gdc_wait()
         gdc_launch_dependents()
     line = tl.load(lines_ptr + token).to(tl.int64)
+    source = tl.load(sources_ptr + token).to(tl.int64)
     if line < 1:
         return
     first_head = key_head * SHARED
+    old_states_ptr = states_ptr + (source * VALUE_HEADS + first_head) * (KEY_DIM * VALUE_DIM)
     states_ptr += (line * VALUE_HEADS + first_head) * (KEY_DIM * VALUE_DIM)
     # On its way before anything else is waited for.
-    next_state = _load_tile(states_ptr, 0, KEY_DIM, VALUE_DIM, BLOCK_K, BLOCK_V)
+    next_state = _load_tile(old_states_ptr, 0, KEY_DIM, VALUE_DIM, BLOCK_K, BLOCK_V)
 
     key = tl.arange(0, BLOCK_K)
     is_key = key < KEY_DIM
@@ -164,12 +167,13 @@ def gated_delta_decode_kernel(
     v_channel = FIRST_VALUE + first_head * VALUE_DIM + place
     qkv_ptr += token * qkv_stride
     z_ptr += token * z_stride + first_head * VALUE_DIM
+    old_rows_ptr = rows_ptr + source * ((WIDTH - 1) * COLUMNS)
     rows_ptr += line * ((WIDTH - 1) * COLUMNS)
     out_ptr += token * (VALUE_HEADS * VALUE_DIM) + first_head * VALUE_DIM
     values_ptr += token * (VALUE_HEADS * VALUE_DIM) + first_head * VALUE_DIM
-    v_rows = _inputs(qkv_ptr, rows_ptr, v_channel, is_value, COLUMNS, WIDTH)
-    q_rows = _inputs(qkv_ptr, rows_ptr, q_channel, is_key, COLUMNS, WIDTH)
-    k_rows = _inputs(qkv_ptr, rows_ptr, k_channel, is_key, COLUMNS, WIDTH)
+    v_rows = _inputs(qkv_ptr, old_rows_ptr, v_channel, is_value, COLUMNS, WIDTH)
+    q_rows = _inputs(qkv_ptr, old_rows_ptr, q_channel, is_key, COLUMNS, WIDTH)
+    k_rows = _inputs(qkv_ptr, old_rows_ptr, k_channel, is_key, COLUMNS, WIDTH)
     betas, decays = (), ()
     for index in tl.static_range(SHARED):
         head = first_head + index
@@ -196,7 +200,7 @@ def gated_delta_decode_kernel(
     for index in tl.static_range(SHARED * TILES):
         state, v = next_state, next_v
         if index + 1 < SHARED * TILES:
-            next_state = _load_tile(states_ptr, index + 1, KEY_DIM, VALUE_DIM, BLOCK_K, BLOCK_V)
+            next_state = _load_tile(old_states_ptr, index + 1, KEY_DIM, VALUE_DIM, BLOCK_K, BLOCK_V)
             next_v = _load_values(values_ptr, index + 1, VALUE_DIM, BLOCK_V)
         beta, decay = betas[index // TILES], decays[index // TILES]
         kept = tl.sum(state * k[:, None], 0)
@@ -231,6 +235,7 @@ def launch_decode(
     norm_weight: torch.Tensor,
     states: torch.Tensor,
     state_indices: torch.Tensor,
+    sources: torch.Tensor,
     eps: float,
 ) -> torch.Tensor:
     """See `ops.gated_delta_decode`."""
@@ -252,6 +257,7 @@ def launch_decode(
         norm_weight,
         states,
         state_indices,
+        sources,
         values,
         out,
         qkv.stride(0),

@@ -24,10 +24,14 @@ __all__ = ["AttentionMaps", "ConvArrays", "ConvMaps", "StepBatch", "TokenArrays"
 class ConvArrays(Generic[Array]):
     """State lines of the sequences, by num_sequences; same order as `AttentionArrays`. Line 0 is the null line.
 
-    has_initial_state  False: the sequence starts in this step
+    state_indices         lines that the new states are written to
+    source_state_indices  lines that the old states are read from: the same ones, but in the first step of a sequence
+                          that continues a kept state
+    has_initial_state     False: the sequence starts in this step
     """
 
     state_indices: Array = field(metadata=declared(np.int32, lambda sizes: (sizes.num_sequences,)))
+    source_state_indices: Array = field(metadata=declared(np.int32, lambda sizes: (sizes.num_sequences,)))
     has_initial_state: Array = field(metadata=declared(np.bool_, lambda sizes: (sizes.num_sequences,)))
 
 

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels.causal_conv1d import any_device as any_device_conv
+from kernels.causal_conv1d import ops as causal_conv1d
 from kernels.lora import any_device, ops
 from kernels.platform import detect, implementation, installed
 from tests.ops.lora import test_lora as lora
@@ -121,3 +122,20 @@ def test_convolution_gives_the_float64_truth(seed: int, in_place: bool) -> None:
     with conv_checks.serving(any_device_conv):
         for name, call in ((conv_checks.PREFILL, prefill_call(seed)), (conv_checks.UPDATE, update_call(seed))):
             conv_checks.check_float64(name, call, in_place=in_place)
+
+
+def test_convolution_reads_states_from_other_lines_and_other_blocks() -> None:
+    with conv_checks.serving(any_device_conv):
+        conv_checks.check_blocks()
+        for seed in range(48):
+            for name in (conv_checks.PREFILL, conv_checks.UPDATE):
+                conv_checks.check_sources(name, seed)
+
+
+@pytest.mark.parametrize("name", [conv_checks.PREFILL, conv_checks.UPDATE])
+def test_convolution_waits_for_nothing(name: str) -> None:
+    """Tensors without contents stand for a device's, in every form of a call: who asks for a value of theirs fails."""
+    platform = detect("cpu").with_fallback("causal_conv1d", "any_device", "for the test")
+    with installed(platform, "meta"):
+        for seed in range(24):
+            getattr(causal_conv1d, name)(**conv_checks.moved(conv_checks.CALLS[name](seed), "meta"))

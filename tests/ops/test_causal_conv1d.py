@@ -74,6 +74,14 @@ def test_the_order_of_sequences_does_not_matter(name: str, module: Any) -> None:
             conv_checks.check_order(name, seed)
 
 
+@both_modules
+@both_ops
+def test_states_are_read_from_other_lines(name: str, module: Any) -> None:
+    with serving(module):
+        for seed in range(48):
+            conv_checks.check_sources(name, seed)
+
+
 @both_ops
 def test_many_sequences_and_many_channels(name: str) -> None:
     for seed in range(8):
@@ -177,6 +185,10 @@ def wrong(**changes: Any) -> Call:
         (wrong(num_accepted_tokens=torch.ones(8, dtype=torch.int32)[::2]), "contiguous"),
         (wrong(num_accepted_tokens=torch.ones(4)), "int32"),
         (wrong(initial_state_idx=torch.zeros(4, dtype=torch.int32)), "both or neither"),
+        (wrong(source_state_indices=int32(1, 2)), "source_state_indices"),
+        (wrong(source_state_indices=torch.tensor([1, 2, 3, 4])), "int32"),
+        (wrong(state_indices=None, source_state_indices=int32(1, 2, 3, 4)), "belongs to state_indices"),
+        (wrong(state_indices=torch.ones(8, dtype=torch.int32)[::2], source_state_indices=int32(1, 2, 3, 4)), "beside"),
         (wrong(query_start_loc=torch.tensor([0, 1, 2, 3, 4])), "max_query_len"),
         (wrong(max_query_len=1), "query_start_loc"),
         (wrong(query_starts=[0, 1, 2, 3, 4]), "query_start_loc"),

@@ -60,6 +60,12 @@ def test_gives_the_float64_truth(name: str, seed: int) -> None:
 
 
 @both_ops
+@seeds(24, 80)
+def test_states_are_read_from_other_lines(name: str, seed: int) -> None:
+    conv_checks.check_sources(name, seed, device=DEVICE)
+
+
+@both_ops
 @seeds(2, 8)
 def test_many_sequences(name: str, seed: int) -> None:
     """More than the search for a tile's sequences reads at a time."""
@@ -201,18 +207,35 @@ def test_another_batch_is_another_variant_of_no_kernel(compiled: dict[str, Any],
     assert found["num_variants"] == (8 if source.__name__.endswith("cuda") else 5)
 
 
-def padded_step(num_sequences: int, lengths: list[int]) -> Call:
-    """Maps of a captured step: sequences beyond `lengths` are empty and own the null line."""
+def padded_step(num_sequences: int, lengths: list[int], form: str = "in place") -> Call:
+    """Maps of a captured step: sequences beyond `lengths` are empty and own the null line. In the other forms states
+    are read from the lines behind all those that are written."""
     padding = [0] * (num_sequences - len(lengths))
     starts = torch.tensor([0, *lengths, *padding], dtype=torch.int32).cumsum(0).int()
     lines = torch.tensor([*range(1, len(lengths) + 1), *padding], dtype=torch.int32)
-    return {"query_start_loc": starts, "state_indices": lines, "has_initial_state": lines > 0}
+    maps: Call = {"query_start_loc": starts, "state_indices": lines, "has_initial_state": lines > 0}
+    sources = torch.where(lines > 0, lines + num_sequences, 0).int()
+    if form == "sources":
+        maps["source_state_indices"] = sources
+    if form == "blocks":
+        zeros, ones = torch.zeros_like(lines), torch.ones_like(lines)
+        maps |= {"state_indices": torch.stack([sources, lines], dim=1), "initial_state_idx": zeros}
+        maps |= {"block_idx_first_scheduled_token": ones, "block_idx_last_scheduled_token": ones}
+        maps["num_computed_tokens"] = zeros
+    return maps
 
 
 @needs_gpu
 @both_ops
-def test_a_captured_graph_serves_other_lengths_and_lines(name: str) -> None:
+@pytest.mark.parametrize("form", ["in place", "sources", "blocks"])
+@pytest.mark.parametrize("served_by", ["triton_cuda", "any_device"])
+def test_a_captured_graph_serves_other_lengths_and_lines(name: str, form: str, served_by: str) -> None:
     """One graph, replayed with maps of another batch and with padding, computes what a fresh call would."""
+    with serving(importlib.import_module(f"kernels.causal_conv1d.{served_by}"), DEVICE):
+        check_captured(name, form)
+
+
+def check_captured(name: str, form: str) -> None:
     num_sequences, is_update = 16, name == UPDATE
     torch.manual_seed(0)
     x = torch.randn(96 if is_update else 200, 384, device="cuda", dtype=torch.bfloat16)
@@ -220,12 +243,15 @@ def test_a_captured_graph_serves_other_lengths_and_lines(name: str) -> None:
                    "activation": "silu", "out": torch.empty_like(x)}  # fmt: skip
     if is_update:
         fixed["max_query_len"] = 6
-    states = torch.randn(num_sequences + 1, 8, 384, device="cuda", dtype=torch.bfloat16)
+    elif form == "blocks":
+        fixed["block_size_tokens"] = 1
+    states = torch.randn(2 * num_sequences + 1, 8, 384, device="cuda", dtype=torch.bfloat16)
 
     def maps_of(lengths: list[int]) -> Call:
-        maps = padded_step(num_sequences, lengths)
+        maps = padded_step(num_sequences, lengths, form)
         if is_update:
-            del maps["has_initial_state"]
+            for key in ("has_initial_state", "block_idx_first_scheduled_token", "num_computed_tokens"):
+                maps.pop(key, None)
             maps["num_accepted_tokens"] = torch.arange(num_sequences, dtype=torch.int32) % 6 + 1
         return maps
 

@@ -6,6 +6,7 @@ On a CPU the kernel for NVIDIA GPUs runs in Triton's interpreter.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -175,6 +176,50 @@ def test_prefill_equals_the_recurrence(sizes: tuple[int, int, int, int], dtype: 
     assert torch.equal(found_states[1], inputs.states[1]), "an empty sequence keeps its state"
     assert bool(found_states[[0, 6]].isnan().all()), "a line of nobody was written"
     assert all(torch.equal(part, was) for part, was in zip(args, before, strict=True))
+
+
+@pytest.mark.usefixtures("serving_blocks")
+@DTYPES
+def test_prefill_reads_states_from_other_lines(dtype: torch.dtype, device: str) -> None:
+    """Walked and in chunks, of a line that two share; the bits of a step whose lines hold copies of what is read."""
+    lengths, lines, sources = [70, 1, 0, 3, 5, 66, 9], [4, 5, 6, 2, -1, 7, 8], [1, 1, 1, 2, -1, 3, 9]
+    continued = torch.tensor([True, True, True, True, True, True, False], device=device)
+    inputs = make_inputs(SIZES[0], sum(lengths), dtype, device)
+    inputs.states = torch.cat([inputs.states, inputs.states[4:7]])
+    starts, host_starts = starts_of(lengths, device)
+    found_states, expected_states = inputs.states.clone(), inputs.states.clone()
+    for line, source in ((4, 1), (5, 1), (7, 3)):
+        expected_states[line] = inputs.states[source]
+    where = (starts, ints(lines, device), continued)
+    args = inputs.part(slice(None))
+    expected = gated_delta_prefill(*args, expected_states, *where, query_starts=host_starts)
+    of_sources = {"source_state_indices": ints(sources, device), "query_starts": host_starts}
+    found = gated_delta_prefill(*args, found_states, *where, **of_sources)
+    is_real = torch.ones(sum(lengths), dtype=torch.bool)
+    is_real[74:79] = False
+    assert torch.equal(found[is_real], expected[is_real])
+    assert torch.equal(found_states[[1, 2, 3, 4, 5, 7, 8]], expected_states[[1, 2, 3, 4, 5, 7, 8]])
+    assert torch.equal(found_states[[1, 3]], inputs.states[[1, 3]]), "a source was written"
+    assert bool(found_states[[0, 6, 9]].isnan().all()), "a line of nobody was written"
+
+
+@pytest.mark.usefixtures("serving_blocks")
+@DTYPES
+def test_decode_reads_states_from_other_lines(dtype: torch.dtype, device: str) -> None:
+    """Both states of a sequence, beside sequences in place and padding."""
+    inputs, lines, sources = make_inputs(SIZES[0], 5, dtype, device), [4, 0, 5, -1, 2], [1, 0, 1, -1, 2]
+    decoding = make_decoding(inputs)
+    both = [(decoding.conv_states.clone(), inputs.states.clone()) for _ in range(2)]
+    for state in both[0]:
+        state[[4, 5]] = state[1].clone()
+    expected = decoding.step(inputs, *both[0], lines, gated_delta_decode)
+    read_elsewhere = functools.partial(gated_delta_decode, source_state_indices=ints(sources, device))
+    found = decoding.step(inputs, *both[1], lines, read_elsewhere)
+    assert torch.equal(found[[0, 2, 4]], expected[[0, 2, 4]])
+    for own, right, before in zip(both[1], both[0], (decoding.conv_states, inputs.states), strict=True):
+        assert torch.equal(own[[1, 2, 3, 4, 5]], right[[1, 2, 3, 4, 5]])
+        assert torch.equal(own[[1, 3]], before[[1, 3]]), "a source was written"
+        assert bool(own[[0, 6]].isnan().all()), "a line of nobody was written"
 
 
 @DTYPES

@@ -98,7 +98,9 @@ def fill_tokens(
     attention.kv_lens_device.put(kv_lens)
     attention.block_table.put(block_table[slots, : attention.block_table.shape[1]])
     if arrays.conv is not None:
-        arrays.conv.state_indices.put([chunk.line for chunk in chunks])
+        lines = [chunk.line for chunk in chunks]
+        arrays.conv.state_indices.put(lines)
+        arrays.conv.source_state_indices.put(lines)
         arrays.conv.has_initial_state.put([not chunk.begins for chunk in chunks])
     return starts
 

@@ -177,7 +177,14 @@ class ShortConv:
         gate_in, gate_out, x = self._in(hidden, batch.lora, batch.window_rows).chunk(3, dim=1)
         if maps.all_decode:
             mixed = causal_conv1d_update(
-                x, self._taps, self._bias, cache.lines, maps.state_indices, gate_in=gate_in, gate_out=gate_out
+                x,
+                self._taps,
+                self._bias,
+                cache.lines,
+                maps.state_indices,
+                gate_in=gate_in,
+                gate_out=gate_out,
+                source_state_indices=maps.source_state_indices,
             )
         else:
             mixed = causal_conv1d_prefill(
@@ -190,6 +197,7 @@ class ShortConv:
                 maps.has_initial_state,
                 gate_in=gate_in,
                 gate_out=gate_out,
+                source_state_indices=maps.source_state_indices,
                 query_starts=maps.query_starts,
             )
         return self._out(mixed, batch.lora, batch.window_rows)
@@ -225,18 +233,25 @@ class GatedDeltaNet:
         maps = batch.conv
         assert maps is not None, "a model with states needs ConvMaps"
         qkv, z, b, a = self._in(hidden, batch.lora, batch.window_rows).split(self._spec.input_sizes, dim=1)
-        weights = (self.a_log, self.dt_bias)
+        weights, sources = (self.a_log, self.dt_bias), maps.source_state_indices
         if maps.all_decode:
             gated = gated_delta_decode(
                 *(qkv, z, b, a, self._taps, cache.lines, *weights, self.norm_weight, cache.matrices),
                 maps.state_indices,
                 eps=self._eps,
+                source_state_indices=sources,
             )
         else:
             where = (maps.query_start_loc, maps.state_indices, maps.has_initial_state)
+            starts = maps.query_starts
             qkv = causal_conv1d_prefill(
-                qkv, self._taps, None, cache.lines, *where, activation="silu", query_starts=maps.query_starts
+                *(qkv, self._taps, None, cache.lines, *where),
+                activation="silu",
+                source_state_indices=sources,
+                query_starts=starts,
             )
-            mixed = gated_delta_prefill(qkv, b, a, *weights, cache.matrices, *where, query_starts=maps.query_starts)
+            mixed = gated_delta_prefill(
+                *(qkv, b, a, *weights, cache.matrices, *where), source_state_indices=sources, query_starts=starts
+            )
             gated = gated_norm(mixed, z, self.norm_weight, self._eps)
         return self._out(gated, batch.lora, batch.window_rows)

@@ -25,6 +25,7 @@ MAPS = frozenset(
     {
         "starts_ptr",
         "lines_ptr",
+        "sources_ptr",
         "accepted_ptr",
         "initial_ptr",
         "source_block_ptr",
@@ -94,6 +95,7 @@ def update(
     tokens_each: int = 1,
     draft: int | None = None,
     is_paged: bool = False,
+    sources: tuple[int, ...] | None = None,
     null_targets: bool = False,
     pad_slot_id: int = -1,
     is_gated: bool = False,
@@ -113,6 +115,7 @@ def update(
     num_lines = (3 if is_paged else 1) * (max(lines) + 1)
     call = _tensors(dim, width, num_tokens, num_lines, state_len, dtype, state_dtype)
     call |= {"state_indices": _int32(lines), "pad_slot_id": pad_slot_id}
+    call["source_state_indices"] = None if sources is None else _int32(sources)
     if lengths is not None:
         call |= {
             "query_start_loc": _int32([sum(lengths[:n]) for n in range(num_sequences + 1)]),
@@ -169,6 +172,7 @@ def prefill(
     skipped_blocks: int = 0,
     null_targets: bool = False,
     pad_slot_id: int = -1,
+    sources: tuple[int, ...] | None = None,
     has_states: bool = True,
     is_gated: bool = False,
     is_bare: bool = False,
@@ -200,6 +204,7 @@ def prefill(
     }
     if lines is not None:
         call["state_indices"] = _int32(lines)
+    call["source_state_indices"] = None if sources is None else _int32(sources)
     if block_size_tokens is not None:
         computed = [n % 2 * 3 for n in range(num_sequences)]
         last = [(before + length - 1) // block_size_tokens for before, length in zip(computed, lengths, strict=True)]
@@ -270,6 +275,7 @@ _UPDATES = {
     "padding and odd channels": partial(update, 600, 3, (3, 0, 1, -1, 2), is_gated=True),
     "width 2, fp32": partial(update, 77, 2, (2, 1), dtype=torch.float32, state_dtype=torch.float32),
     "width 8": partial(update, 520, 8, (2, 1, -1), state_dtype=torch.float32),
+    "other sources": partial(update, 70, 3, (3, 5, 0, -1, 1), sources=(2, 2, 0, -1, 1)),
     "varlen": partial(update, 300, 4, (3, 1, 0, 2), lengths=(2, 0, 1, 5)),
     "drafts": partial(update, 300, 4, (3, 1, 0, 2), lengths=(2, 3, 1, 0), draft=3),
     "prefix cache": partial(update, 300, 3, (3, 1, 0, 2), is_paged=True),
@@ -308,6 +314,7 @@ _PREFILLS = {
     "empty sequences behind the last token": partial(
         prefill, 64, 4, (1, 2, *[0] * 30), (9, 18, *[0] * 30), max_scalar_loads=2 * MAX_SCALAR_LOADS
     ),
+    "other sources": partial(prefill, 70, 4, (2, 0, 1, 3, -1), sources=(6, 0, 6, 3, -1)),
     # Each program zeroes the rows of its own tile.
     "padding of several tiles": partial(prefill, 64, 4, (0, 2), (40, 8)),
     # A tile of 16 tokens reads three rows of the one before, and each core the taps. With 256 channels 1.12, with 128

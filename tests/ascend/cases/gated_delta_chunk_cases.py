@@ -81,6 +81,7 @@ def launch(
     *,
     sequence: int = 1,
     is_begun: bool = False,
+    later_source: int | None = None,
     num_cores: int = NUM_VECTOR_CORES,
     minimum_bytes: Callable[[Mapping[str, torch.Tensor]], int] | None = None,
     max_traffic: float = MAX_TRAFFIC,
@@ -89,14 +90,17 @@ def launch(
     one more chunk, which stays NaN.
 
     is_begun       the sequence, which continues nothing by itself, is at its second piece
+    later_source   the line that its first piece read; None: its own
     minimum_bytes  of the tensors by name; None: traffic is not judged
     """
     data = make_data(step if not is_begun else replace(step, continued=[True] * len(step.lengths)))
     start, end = data.starts[sequence].item(), data.starts[sequence + 1].item()
     buffers = Buffers(end - start + CHUNK, step.sizes[0], data.states)
     continued = torch.zeros_like(data.continued) if is_begun else data.continued
+    if later_source is not None:
+        data.sources[sequence] = later_source
     with installed(replace(detect("cpu"), num_cores=num_cores)):
-        inputs = (data.qkv, data.b, data.a, data.a_log, data.dt_bias, data.states, data.lines, continued)
+        inputs = (data.qkv, data.b, data.a, data.a_log, data.dt_bias, data.states, data.lines, data.sources, continued)
         planned = list(chunks.plan_sequence(*inputs, data.out, buffers, sequence, int(start), int(end)))[which]
     parts = parts_of(data, int(start), int(end), buffers.normed.shape[-1])
     for buffer in (buffers.normed, buffers.factors, buffers.matrix, buffers.scores):
@@ -197,8 +201,11 @@ _SCANS = {
     **_forms(SCAN, {"three chunks": _judged(SCAN, *_SCANNED), "qwen3.5 9B": _published(SCAN)["qwen3.5 9B"]}),
     "padding": partial(launch, SCAN, Step((70,), (-1,), (True,), (1, 2, 16, 16)), sequence=0),
     "padding on the null line": partial(launch, SCAN, Step((70,), (0,), (True,), (1, 2, 16, 16)), sequence=0),
+    "another source": partial(launch, SCAN, Step((5, 70), (2, 1), (True, True), (1, 2, 16, 16), sources=(2, 3))),
+    # Of its own line, which the first piece has written.
     "a later piece": partial(launch, SCAN, is_begun=True),
-    "far": partial(launch, SCAN, Step((1, 70), (2, 1), (True, True), (1, 2, 16, 32), far=True)),
+    "a later piece of another source": partial(launch, SCAN, is_begun=True, later_source=3),
+    "far": partial(launch, SCAN, Step((1, 70), (2, 1), (True, True), (1, 2, 16, 32), far=True, sources=(2, 3))),
 }
 _PREPARES = {
     **_forms(PREPARE, {"three chunks": _judged(PREPARE, *_PREPARED), **_published(PREPARE)}),

@@ -16,7 +16,7 @@ from tests.ascend.cases.gated_delta_cases import NUM_VECTOR_CORES, QWEN_2B, QWEN
 from tests.ascend.gate.cases import MAX_TRAFFIC, Case, Launch
 from tests.tolerances import OP
 
-MAPS = frozenset({"starts_ptr", "lines_ptr", "continued_ptr"})
+MAPS = frozenset({"starts_ptr", "lines_ptr", "sources_ptr", "continued_ptr"})
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class Step:
     sizes  num_key_heads, num_value_heads, key_dim, value_dim
     far    32 bits do not count the elements before a row of the gates, nor those before a line
     zeros  the last token has queries, keys and values that no norm can scale
+    sources  lines that states are read from; none: those that are written
     """
 
     lengths: Sequence[int]
@@ -35,6 +36,7 @@ class Step:
     dtype: torch.dtype = torch.bfloat16
     far: bool = False
     zeros: bool = False
+    sources: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Data:
     states: torch.Tensor
     starts: torch.Tensor
     lines: torch.Tensor
+    sources: torch.Tensor
     continued: torch.Tensor
     out: torch.Tensor
     expected_out: torch.Tensor
@@ -59,7 +62,7 @@ class Data:
     def arguments(self) -> tuple[torch.Tensor, ...]:
         """As a prefill takes them."""
         inputs = (self.qkv, self.b, self.a, self.a_log, self.dt_bias, self.states)
-        return (*inputs, self.starts, self.lines, self.continued)
+        return (*inputs, self.starts, self.lines, self.sources, self.continued)
 
     @property
     def used_states(self) -> torch.Tensor:
@@ -79,9 +82,10 @@ def make_data(step: Step) -> Data:
 
     qkv = values(num_tokens, 2 * num_key_heads * key_dim + num_heads * value_dim, of=step.dtype)
     wide, b = values(num_tokens, num_heads + 7, of=step.dtype), values(num_tokens, num_heads, of=step.dtype)
-    states = torch.full((max(step.lines) + 2, num_heads, key_dim, value_dim), torch.nan)
+    of_sources = step.sources or step.lines
+    states = torch.full((max(*step.lines, *of_sources) + 2, num_heads, key_dim, value_dim), torch.nan)
     states[0] = 1.0
-    for n, (line, goes_on) in enumerate(zip(step.lines, step.continued, strict=True)):
+    for n, (line, goes_on) in enumerate(zip(of_sources, step.continued, strict=True)):
         if line > 0 and (goes_on or not step.lengths[n]):
             states[line] = values(num_heads, key_dim, value_dim)
         elif line < 1:
@@ -93,18 +97,22 @@ def make_data(step: Step) -> Data:
         wide, b = (far_apart(rows, 2**32 // num_tokens + 16) for rows in (wide, b))
     a, _ = wide.split((num_heads, 7), dim=1)
     a_log, dt_bias = 0.5 * values(num_heads), values(num_heads)
-    lines, continued = torch.tensor(step.lines, dtype=torch.int32), torch.tensor(step.continued)
+    lines, sources = (torch.tensor(each, dtype=torch.int32) for each in (step.lines, of_sources))
+    continued = torch.tensor(step.continued)
     of_starts = torch.tensor(starts, dtype=torch.int32)
     expected_states = states.clone()
-    expected_out = reference.prefill(qkv, b, a, a_log, dt_bias, expected_states, of_starts, lines, continued, None)
+    expected_out = reference.prefill(
+        qkv, b, a, a_log, dt_bias, expected_states, of_starts, lines, continued, None, sources
+    )
     for n, line in enumerate(step.lines):
         if line < 1:
             expected_out[starts[n] : starts[n + 1]] = torch.nan
     if step.far:
         num_lines = 2**31 // states[0].numel() + 1
-        states, lines = far_down(states, num_lines), torch.where(lines > 0, lines + num_lines, lines)
+        states = far_down(states, num_lines)
+        lines, sources = (torch.where(each > 0, each + num_lines, each) for each in (lines, sources))
     out = torch.full((num_tokens, num_heads, value_dim), torch.nan, dtype=step.dtype)
-    inputs = (qkv, b, a, a_log, dt_bias, states, of_starts, lines, continued)
+    inputs = (qkv, b, a, a_log, dt_bias, states, of_starts, lines, sources, continued)
     return Data(*inputs, out, expected_out, expected_states)
 
 
@@ -152,13 +160,16 @@ _WALKS = {
     "a prompt": partial(walk, Step((100,), (1,), (False,)), judge_traffic=True, max_traffic=2.45),
     "everything": partial(walk, Step(*MIXED)),
     "longer sequences are left": partial(walk, Step((3, 4), (2, 1), (True, True)), max_tokens=3),
+    "other sources": partial(
+        walk, Step(*MIXED[:2], (True, True, False, True, True, True), (1, 2, 16, 16), sources=(6, 7, 3, -1, 6, 0))
+    ),
     "nothing but padding": partial(walk, Step((2, 1), (0, -1), (False, True), (1, 2, 16, 16))),
     "keys unlike values, fp16": partial(walk, Step(*MIXED, (2, 4, 48, 80), torch.float16)),
     "values unlike keys, fp32": partial(walk, Step(*MIXED, (1, 3, 16, 96), torch.float32)),
     "small heads, few cores": partial(walk, Step(*MIXED, (2, 6, 16, 32)), num_cores=2),
     "large heads": partial(walk, Step((2, 3), (2, 1), (False, True), (1, 1, 256, 256))),
     "zeros": partial(walk, Step((2,), (1,), (True,), (1, 2, 16, 16), zeros=True)),
-    "far": partial(walk, Step((2, 1, 2), (1, 0, 3), (True, False, False), (1, 2, 16, 32), far=True)),
+    "far": partial(walk, Step((2, 1, 2), (1, 0, 3), (True, False, False), (1, 2, 16, 32), far=True, sources=(4, 0, 3))),
 }
 
 CASES = [Case("gated_delta_walk", triton_ascend.gated_delta_walk, _WALKS, on_chip_fraction=0.85)]

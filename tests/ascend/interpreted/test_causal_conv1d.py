@@ -54,6 +54,12 @@ def test_a_prefix_cache_reads_old_states_from_any_block() -> None:
 
 
 @both_ops
+def test_states_are_read_from_other_lines(name: str) -> None:
+    for seed in range(24):
+        conv_checks.check_sources(name, seed)
+
+
+@both_ops
 def test_garbage_in_padding_rows_stays_there(name: str) -> None:
     conv_checks.check_garbage_in_padding(name)
 

@@ -189,7 +189,8 @@ def test_padding_is_empty_sequences_and_tokens_of_the_null_block() -> None:
     assert batch.logits_rows is not None
     assert batch.logits_rows.tolist() == [2, 3, 6, 7, 0, 0]
     assert batch.conv is not None
-    assert batch.conv.state_indices.tolist() == [7, 9, 2, 3, 0, 0]
+    for lines in (batch.conv.state_indices, batch.conv.source_state_indices):
+        assert lines.tolist() == [7, 9, 2, 3, 0, 0]
     assert batch.conv.has_initial_state.tolist() == [True, True, False, True, False, False]
     assert batch.lora is not None
     assert batch.lora.num_tokens == 12

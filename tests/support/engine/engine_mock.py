@@ -338,10 +338,10 @@ class MockRunner:
     def _check_line(self, batch: StepBatch, sequence: int, history: list[int], first: int) -> None:
         """The state line holds the sum of the tokens so far."""
         assert batch.conv is not None
-        line = int(batch.conv.state_indices[sequence])
+        line, source = int(batch.conv.state_indices[sequence]), int(batch.conv.source_state_indices[sequence])
         assert line != 0
         assert bool(batch.conv.has_initial_state[sequence]) == (first > 0)
-        state = int(self._lines[line]) if first > 0 else 0
+        state = int(self._lines[source]) if first > 0 else 0
         assert state == sum(history[:first]), "another sequence wrote the state line"
         self._lines[line] = sum(history)
 

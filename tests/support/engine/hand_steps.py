@@ -81,10 +81,12 @@ class HandDriver:
         spec = self.loaded.spec
         conv = None
         if spec.has_states:
+            lines = torch.tensor([sequence.line for sequence, _ in chunks], dtype=torch.int32, device=device)
             conv = ConvMaps(
                 query_starts=QueryStarts(starts),
                 query_start_loc=attention.query_start_loc,
-                state_indices=torch.tensor([sequence.line for sequence, _ in chunks], dtype=torch.int32, device=device),
+                state_indices=lines,
+                source_state_indices=lines,
                 has_initial_state=torch.tensor(known, device=device),
                 all_decode=all(known) and all(len(tokens) == 1 for _, tokens in chunks),
             )

@@ -36,7 +36,7 @@ from kernels.gated_delta.triton_cuda_decode import MAX_BLOCK_V, NUM_WARPS, gated
 TARGET = GPUTarget("cuda", 90, 32)
 # As pointers; all others are int32 numbers.
 FLOATS = ("a_log_ptr", "dt_bias_ptr", "norm_ptr", "states_ptr", "total_ptr", "written_ptr", "erased_ptr", "scores_ptr")
-INTS = ("starts_ptr", "lines_ptr", "ends_ptr")
+INTS = ("starts_ptr", "lines_ptr", "sources_ptr", "ends_ptr")
 # Nothing is known of where these begin.
 UNALIGNED = ("b_ptr", "a_ptr")
 

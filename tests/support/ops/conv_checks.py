@@ -106,6 +106,39 @@ def check_order(name: str, seed: int, *, device: str = "cpu") -> None:
         assert same_bits(made_of_other["conv_states"], made["conv_states"])
 
 
+def check_sources(name: str, seed: int, *, device: str = "cpu") -> None:
+    """States read from other lines give the bits of a call whose lines hold copies of these; sources stay as they are,
+    and a sequence without tokens copies nothing."""
+    call, rng = CALLS[name](seed), random.Random(seed)
+    lines, states = call.get("state_indices"), call["conv_states"]
+    if lines is None or lines.dim() > 1 or not len(lines) or call["x"].shape[0] == 0:
+        return
+    # The last three lines are kept states, which several sequences may continue.
+    states = torch.cat([states, randn(3, *states.shape[1:], generator=torch.Generator().manual_seed(seed)).to(states)])
+    kept = range(len(states) - 3, len(states))
+    starts, pad_slot_id = call.get("query_start_loc"), call.get("pad_slot_id", -1)
+    each = 1 if call["x"].dim() == 2 else call["x"].shape[1]
+    lengths = [each] * len(lines) if starts is None else starts.diff().tolist()
+    is_padding = (lines <= 0) | (lines == pad_slot_id if pad_slot_id is not None else False)
+    sources, copied = lines.clone(), states.clone()
+    for n, line in enumerate(lines.tolist()):
+        if not is_padding[n] and (n == 0 or rng.random() < 0.7):
+            sources[n] = rng.choice(kept)
+            if lengths[n]:
+                copied[line] = states[sources[n]]
+    expected, made = run(name, {**call, "conv_states": copied}, device=device)
+    expected_states = made["conv_states"].cpu()
+    num_rows = call["weight"].shape[0] - 1
+    for n, line in enumerate(lines.tolist()):
+        if not is_padding[n]:  # what is behind the rows of a state stays as it was
+            num_drafts = 0 if call.get("num_accepted_tokens") is None or not lengths[n] else lengths[n] - 1
+            expected_states[line, num_rows + num_drafts :] = states[line, num_rows + num_drafts :]
+    call |= {"conv_states": states, "source_state_indices": sources}
+    result, made = run(name, call, device=device)
+    assert same_bits(result, expected)
+    assert same_bits(made["conv_states"].cpu(), expected_states)
+
+
 def one_sequence(seed: int, *, dim: int | None = None, num_tokens: int | None = None) -> tuple[random.Random, Call]:
     """A float32 sequence: its tokens (x and perhaps gates) under "tokens", and the fixed arguments of its calls."""
     rng = random.Random(seed)
