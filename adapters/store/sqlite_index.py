@@ -231,13 +231,13 @@ def _seen(viewer: Viewer | None) -> tuple[str, list[object]]:
         )
         values = [viewer.owner, len(viewer.owner) + 2, viewer.unowned]
     # One of its own hides another's that it would call the same.
-    may_see = "(owner = ? OR NOT EXISTS (SELECT 1 FROM names AS own WHERE own.name = ? || names.name))"
+    may_see = "(owner = ? OR NOT EXISTS (SELECT 1 FROM names AS own WHERE own.name = ? || called.shown))"
     values += [viewer.owner, f"{viewer.owner}/"]
     if not viewer.sees_all:
         is_shared = "visibility = 'shared' AND ? IN (SELECT value FROM json_each(shared_with))"
         may_see += f" AND (owner = ? OR visibility = 'public' OR ({is_shared}))"
         values += [viewer.owner, viewer.tenant]
-    return f"(SELECT *, {shown} FROM names WHERE {may_see})", values
+    return f"(SELECT * FROM (SELECT *, {shown} FROM names) AS called WHERE {may_see})", values
 
 
 def _conditions(query: Query) -> tuple[list[str], list[object]]:

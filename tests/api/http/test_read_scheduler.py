@@ -226,9 +226,9 @@ def test_a_body_that_a_proxy_passes_on_has_the_turns_of_who_pays_for_it() -> Non
 
         async with connected(turns, application, num_clients=2, trusted=["127.0.0.1"]) as (clients, connections):
             hostile, other = clients
-            for client, client in (("hostile", hostile), ("other", other)):
-                client.sendall(f"POST /{client} HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\na".encode())
-                while read[client] != b"a":
+            for name, client in (("hostile", hostile), ("other", other)):
+                client.sendall(f"POST /{name} HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\na".encode())
+                while read[name] != b"a":
                     await asyncio.sleep(0)
             assert turns.take("hostile", pytest.fail)
             turns.charge("hostile", 1e6)
