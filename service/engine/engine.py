@@ -48,9 +48,10 @@ from service.engine.ipc.config import EngineConfig
 from service.engine.ipc.messages import Abort, Evict, Load, OpInUse, Pin, Ready, Stats, Submit
 from service.engine.loras.interfaces import HostSource, Loader, Rows
 from service.engine.loras.prefetch import AdapterLoads
-from service.engine.model.runner import Runner
+from service.engine.model.runner import Capacity, Runner
 from service.engine.requests import Event, Requests
 from service.engine.scheduling.kv_blocks import BlockPool
+from service.engine.scheduling.prefix_cache import PrefixCache
 from service.engine.scheduling.scheduler import Scheduler
 from service.engine.sequences.sequence import Sequence
 from service.engine.sequences.slots import Slots
@@ -105,9 +106,18 @@ class Engine:
             rows, host, loader, max_loads_ahead=config.max_loads_ahead, wake=self.wake.set
         )
         self.blocks = BlockPool(capacity.num_blocks)
+        self.cache = PrefixCache(
+            self.blocks,
+            block_size_tokens=config.block_size_tokens,
+            token_budget=config.token_budget,
+            is_on=_has_prefix_cache(config, capacity),
+            is_shared=config.prefix_cache_scope == "server",
+            rope_class=capacity.rope_class,
+        )
         self.slots, self.lines = Slots(capacity.num_slots), Slots(capacity.num_lines)
         self.scheduler = Scheduler(
             self.blocks,
+            self.cache,
             self.slots,
             self.lines,
             self.adapter_loads,
@@ -185,6 +195,7 @@ class Engine:
                 self.adapter_loads.hint(message.adapter)
             case Evict():
                 self.adapter_loads.evict(message.adapter)
+                self.cache.drop_adapter(message.adapter)
             case Pin():
                 self.adapter_loads.pin(message.adapters)
 
@@ -363,3 +374,10 @@ class Engine:
         now = time.perf_counter()
         self.records.add(step.record, (now - max(step.launched_at, self._collected_at)) * 1e3)
         self._collected_at = now
+
+
+def _has_prefix_cache(config: EngineConfig, capacity: Capacity) -> bool:
+    """Models with states compute every prompt: a state is known at the end of a sequence alone. The copies of blocks
+    were never tried on an NPU."""
+    is_wanted = capacity.device.type != "npu" if config.prefix_cache is None else config.prefix_cache
+    return is_wanted and not capacity.has_conv

@@ -129,6 +129,7 @@ class Requests:
         """The sequence has its next token (None: there was none to choose); end it if that was the last."""
         request_id, sampling = sequence.request_id, sequence.request.sampling
         if token is None:
+            self._scheduler.cache.withdraw(sequence)
             is_adapters = sequence.adapter is not None
             error = ADAPTER_NOT_FINITE if is_adapters else NOT_FINITE
             self.finish(sequence, Finished(request_id, "error", error=error, client_fault=is_adapters))

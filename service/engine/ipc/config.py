@@ -17,6 +17,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     store_root                  root of the adapter store
     dtype                       "auto": the checkpoint's (float16 on a CPU: float32)
     device                      "cpu", "cuda" or "npu", perhaps with an index: "npu:1"; "auto": the best there is
+    prefix_cache                keep keys and values of past requests for those that begin alike; None: on CPUs and
+                                GPUs, not on an NPU
+    prefix_cache_scope          "tenant": each tenant finds its own alone; "server": all find all
     token_budget                most tokens in one step: prefill chunks and decode tokens together
     max_sequences               most sequences that run at the same time
     max_model_len_tokens        prompt + output of one request; None: the model's own limit. At most
@@ -47,6 +50,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     store_root: str
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "auto"
+    prefix_cache: bool | None = None
+    prefix_cache_scope: Literal["tenant", "server"] = "tenant"
     token_budget: int | None = None
     max_sequences: int | None = None
     max_model_len_tokens: int | None = None

@@ -63,6 +63,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     weight   the tenant's weight, MIN_WEIGHT to MAX_WEIGHT: shares of two tenants are in proportion to their weights.
              The weight of a tenant's last request holds for all its requests
     pooling  the answer is the hidden state of the last token, or the mean of all, after the final norm
+    cache_salt  the prefix cache shares keys and values between requests of one tenant and one salt
     """
 
     request_id: str
@@ -74,6 +75,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     weight: float = 1.0
     pooling: Literal["last", "mean"] | None = None
     adapter_start: int = 0
+    cache_salt: str = ""
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -153,14 +155,16 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Tokens(msgspec.Struct, frozen=True, tag=True):
-    """New tokens of a request, in order. `prompt_logprobs` comes once, with the first message, entry 0 being None, and
-    `waited_seconds`, from the request's arrival to its first step, with the first token."""
+    """New tokens of a request, in order. With the first message come `prompt_logprobs`, entry 0 being None, and with
+    the first token `waited_seconds`, from the request's arrival to its first step, and `num_cached`, the tokens of the
+    prompt that the prefix cache had."""
 
     request_id: str
     token_ids: tuple[int, ...]
     logprobs: tuple[ScoredToken, ...] = ()
     prompt_logprobs: tuple[ScoredToken | None, ...] | None = None
     waited_seconds: float | None = None
+    num_cached: int = 0
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):

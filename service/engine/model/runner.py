@@ -5,7 +5,7 @@ Owns the caches (KV blocks and conv-state lines), allocated once; blocks and lin
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -36,6 +36,7 @@ class Capacity:
     max_blocks                        of one sequence
     num_groups, non_lora_groups           see `RowPlan.groups`, and where among them what is no row stands
     row_element_bytes, row_alignment  of the LoRA rows, 0 where LoRA is off
+    rope_class                        of a request's length limit: requests of one class rotate alike
     num_window_rows                   LoRA rows behind the base weights; 0 where they stand by themselves
     swaps_rows                        rows of adapters that run are brought to where windows are short
     """
@@ -51,6 +52,7 @@ class Capacity:
     has_conv: bool
     num_groups: int
     has_length_limits: bool
+    rope_class: Callable[[int], tuple[int, ...]]
     dtype: str
     device: torch.device
     row_element_bytes: int = 0
@@ -81,6 +83,9 @@ class Runner(Protocol):
     def run(self, batch: StepBatch, sizes: StepSizes) -> torch.Tensor:
         """[rows of logits, vocab] in the model's dtype, each row contiguous; writes the caches. The next call may write
         to that memory."""
+
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy keys and values of whole blocks, in all layers, before the next step runs."""
 
     def run_with_hidden(self, batch: StepBatch, sizes: StepSizes) -> tuple[torch.Tensor, torch.Tensor]:
         """As `run`, and the hidden states of all tokens behind the final norm: [tokens, hidden_size]. Runs eagerly."""
@@ -188,6 +193,10 @@ class ModelRunner:
         self.captured.run(batch, sizes, is_padded, lambda: self._forward(batch, sizes))
         return is_padded
 
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """See `Runner.copy_blocks`."""
+        self.caches.copy_blocks(torch.tensor([sources, targets]).to(self.capacity.device, non_blocking=True))
+
     def run_with_hidden(self, batch: StepBatch, sizes: StepSizes) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Runner.run_with_hidden`."""
         self.captured.note_eager(sizes, HIDDEN)
@@ -266,6 +275,7 @@ def capacity_of(loaded: LoadedModel, config: EngineConfig, platform: Platform) -
         num_window_rows=loaded.model.num_window_rows,
         swaps_rows=loaded.model.num_window_rows > 0 and platform.swaps_at_once,
         has_length_limits=spec.needs_rope_limits,
+        rope_class=spec.rope_class,
         dtype=str(loaded.dtype).removeprefix("torch."),
         device=loaded.device,
         row_element_bytes=platform.row_dtype(loaded.dtype).itemsize if config.row_bytes else 0,

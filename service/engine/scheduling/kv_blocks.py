@@ -2,12 +2,14 @@
 
 Blocks are integers; the cache tensors live in `service.models.layers.caches`. Block 0 is the null block and is never
 handed out. A sequence opens an account under a key, extends it as it grows, and releases it as a whole. Blocks are
-counted by reference: an account may open with blocks that others hold, which it only reads, and a block is free when
-the last account that holds it is released. Blocks end with the engine's process.
+counted by reference: an account may open with blocks that others hold, which it only reads. When the last account that
+holds a block is released, the block is idle, if the prefix cache keeps it (`prefix_cache.py`), and otherwise free. Idle
+blocks count as free, and are evicted when no others are left. Blocks end with the engine's process.
 
 Blocks of one sequence are contiguous whenever there is room, so that a CPU attention can read keys and values as one
 view instead of gathering: opening an account *claims* a run as long as the sequence may ever become. A claim is only a
-wish: claimed blocks count as free, and are taken from the end of the longest claim when nothing else is left.
+wish: claimed blocks count as free, and are taken from the end of the longest claim when nothing else is left. Where
+idle blocks are evicted for a sequence it claims a few more, so that it need not gather them one by one.
 
 Cost per step: nothing for a sequence that stays within its last block; O(number of runs) for one that needs another.
 """
@@ -15,16 +17,36 @@ Cost per step: nothing for a sequence that stays within its last block; O(number
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import itemgetter
+from typing import Protocol
+
+# The most blocks that are evicted together where fewer are needed.
+_RUN_BLOCKS = 16
+
+
+class IdleBlocks(Protocol):
+    """Blocks without holders that are kept, as the prefix cache has them."""
+
+    @property
+    def num_idle(self) -> int: ...
+
+    def rest(self, block: int) -> bool: ...
+    def wake(self, block: int) -> None: ...
+    def evict(self, num_blocks: int) -> list[int]: ...
 
 
 @dataclass(slots=True)
 class _Account:
-    """`blocks` in the order of the sequence; [claim_start, claim_end) is claimed behind the last of them."""
+    """`blocks` in the order of the sequence; [claim_start, claim_end) is claimed behind the last of them.
+
+    beside  (number in the sequence, block) of blocks that it holds and has not in its table
+    """
 
     blocks: list[int] = field(default_factory=list)
+    beside: list[tuple[int, int]] = field(default_factory=list)
     claim_start: int = 0
     claim_end: int = 0
     view: tuple[int, ...] = ()
@@ -39,7 +61,12 @@ class BlockPool:
         self._runs: list[tuple[int, int]] = [(1, num_blocks)]  # free and unclaimed, half-open, sorted, never adjacent
         self._accounts: dict[int, _Account] = {}
         self._num_holders = [0] * num_blocks  # accounts that hold each block
-        self._num_free = num_blocks - 1
+        self._num_unused = num_blocks - 1  # free ones, without idle ones
+        self._idle: IdleBlocks | None = None
+
+    def keep_idle_in(self, idle: IdleBlocks) -> None:
+        """Offer blocks that lose their last holder to the prefix cache."""
+        self._idle = idle
 
     @property
     def capacity(self) -> int:
@@ -48,25 +75,37 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Free blocks, claimed ones included."""
-        return self._num_free
+        """Free blocks, claimed and idle ones included."""
+        return self._num_unused + (0 if self._idle is None else self._idle.num_idle)
 
     @property
     def num_used(self) -> int:
-        return self.capacity - self._num_free
+        return self.capacity - self.num_free
+
+    @property
+    def held_beside(self) -> set[int]:
+        """Blocks that accounts hold and have not in their tables."""
+        return {block for account in self._accounts.values() for _, block in account.beside}
+
+    def num_holders(self, block: int) -> int:
+        return self._num_holders[block]
 
     def open(self, key: int, expected: int, shared: Sequence[int] = ()) -> None:
         """Open an account for a sequence that will need up to `expected` blocks. Takes no free block yet.
 
-        shared  held blocks that it begins with, in its order
+        shared  held or idle blocks that it begins with, in its order
         """
         assert key not in self._accounts, f"account {key} is open already"
         account = _Account([*shared], view=tuple(shared))
         for block in shared:
-            assert self._num_holders[block], f"block {block} is held by nobody"
-            self._num_holders[block] += 1
+            self._hold(block)
         self._accounts[key] = account
         self._claim(account, expected - len(shared))
+
+    def hold_beside(self, key: int, index: int, block: int) -> None:
+        """Hold a held or idle block that is not in the account's table, instead of its own one of this number."""
+        self._hold(block)
+        self._accounts[key].beside.append((index, block))
 
     def extend(self, key: int, total: int) -> bool:
         """Bring the account to `total` blocks. False, and nothing changed, if too few are free."""
@@ -74,15 +113,15 @@ class BlockPool:
         need = total - len(account.blocks)
         if need <= 0:
             return True
-        if need > self._num_free:
+        if need > self.num_free:
             return False
-        self._num_free -= need
         num_before = len(account.blocks)
         taken = min(need, account.claim_end - account.claim_start)
         account.blocks.extend(range(account.claim_start, account.claim_start + taken))
         account.claim_start += taken
         while len(account.blocks) < total:
             self._take_elsewhere(account, total)
+        self._num_unused -= need
         for block in account.blocks[num_before:]:
             self._num_holders[block] = 1
         account.view = tuple(account.blocks)
@@ -92,25 +131,33 @@ class BlockPool:
         """The account's blocks, in the order of the sequence."""
         return self._accounts[key].view
 
-    def num_held_alone(self, key: int) -> int:
-        """Blocks of the account that no other one holds, which its release would free."""
-        return sum(self._num_holders[block] == 1 for block in self._accounts[key].blocks)
+    def num_held_alone(self, key: int, wanted: Collection[int] = ()) -> int:
+        """Blocks of the account that its release would free, without those that are wanted."""
+        blocks = self._accounts[key].blocks
+        return sum(self._num_holders[block] == 1 and block not in wanted for block in blocks)
 
     def release(self, key: int) -> None:
-        """Close the account; its claim is free, and so are the blocks that no other account holds."""
+        """Close the account; its claim is free, and the blocks that no other account holds are idle or free, the last
+        ones of the sequence first."""
         account = self._accounts.pop(key)
+        held = list(enumerate(account.blocks)) + account.beside
+        held.sort(key=itemgetter(0), reverse=True)
         freed = []
-        for block in account.blocks:
+        for _, block in held:
             self._num_holders[block] -= 1
-            if not self._num_holders[block]:
+            if not self._num_holders[block] and (self._idle is None or not self._idle.rest(block)):
                 freed.append(block)
-        self._num_free += len(freed)
         self._insert(account.claim_start, account.claim_end)
-        for start, end in _runs_of(sorted(freed)):
+        self.take_back(freed)
+
+    def take_back(self, blocks: Iterable[int]) -> None:
+        """These blocks, which were idle or held, are free now."""
+        for start, end in _runs_of(sorted(blocks)):
+            self._num_unused += end - start
             self._insert(start, end)
 
     def check_integrity(self) -> None:
-        """Every block but 0 is in exactly one of: a free run, a claim, accounts; and the counts add up."""
+        """Every block but 0 is in exactly one of: a free run, a claim, accounts, idle ones; and the counts add up."""
         seen: list[int] = []
         for start, end in self._runs:
             assert start < end, "empty run"
@@ -120,17 +167,21 @@ class BlockPool:
         for account in self._accounts.values():
             assert account.view == tuple(account.blocks), "stale view"
             assert len(set(account.blocks)) == len(account.blocks), "a block twice in one account"
-            for block in account.blocks:
+            for block in (*account.blocks, *(block for _, block in account.beside)):
                 num_holders[block] += 1
             seen.extend(range(account.claim_start, account.claim_end))
         assert self._num_holders == num_holders, "holders miscounted"
         held = [block for block, number in enumerate(num_holders) if number]
-        assert sorted([*seen, *held]) == list(range(1, self.num_blocks)), "blocks lost, or free and held"
-        assert self._num_free == self.capacity - len(held), "free count is wrong"
+        assert self._num_unused == len(seen), "free count is wrong"
+        num_idle = 0 if self._idle is None else self._idle.num_idle
+        assert len({*seen, *held}) == len(seen) + len(held) == self.capacity - num_idle, "blocks lost, or free and held"
 
     def _claim(self, account: _Account, wanted: int) -> None:
-        """Claim the start of the shortest free run that is long enough, else of the longest."""
-        run = self._pick_run(wanted)
+        """Claim the free run behind its last block, else the start of the shortest that is long enough, else of the
+        longest."""
+        run = self._run_starting_at(account.blocks[-1] + 1) if account.blocks else None
+        if run is None:
+            run = self._pick_run(wanted)
         if run is None or wanted <= 0:
             return
         start, end = self._runs[run]
@@ -138,7 +189,8 @@ class BlockPool:
         self._shrink_run(run, account.claim_end)
 
     def _take_elsewhere(self, account: _Account, total: int) -> None:
-        """The account's own claim is used up: take from a free run, or else from the end of the longest claim."""
+        """The account's own claim is used up: take from a free run, else from the end of the longest claim, else evict
+        idle blocks."""
         need = total - len(account.blocks)
         run = self._run_starting_at(account.blocks[-1] + 1) if account.blocks else None
         if run is None:
@@ -150,10 +202,29 @@ class BlockPool:
             self._shrink_run(run, stop)
             return
         victim = max(self._accounts.values(), key=lambda other: other.claim_end - other.claim_start)
-        taken = min(need, victim.claim_end - victim.claim_start)
-        assert taken > 0, "the free count promised a block"
-        victim.claim_end -= taken
-        account.blocks.extend(range(victim.claim_end, victim.claim_end + taken))
+        num = min(need, victim.claim_end - victim.claim_start)
+        if num:
+            victim.claim_end -= num
+            start, end = victim.claim_end, victim.claim_end + num
+        else:
+            assert self._idle is not None, "the free count promised a block"
+            evicted = self._idle.evict(max(need, min(_RUN_BLOCKS, self._idle.num_idle // _RUN_BLOCKS)))
+            assert evicted, "the free count promised a block"
+            self.take_back(evicted)
+            run = self._pick_run(need)
+            assert run is not None
+            start, end = self._runs[run]
+            end = min(end, start + max(need, _RUN_BLOCKS))
+            self._shrink_run(run, end)
+        stop = min(end, start + need)
+        account.blocks.extend(range(start, stop))
+        account.claim_start, account.claim_end = stop, end
+
+    def _hold(self, block: int) -> None:
+        if not self._num_holders[block]:
+            assert self._idle is not None, f"block {block} is held by nobody"
+            self._idle.wake(block)
+        self._num_holders[block] += 1
 
     def _pick_run(self, wanted: int) -> int | None:
         """Index of the shortest run of at least `wanted` blocks, else of the longest; None if there is none."""

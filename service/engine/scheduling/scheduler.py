@@ -8,9 +8,10 @@ It counts tokens and never looks at their values: what a launched step samples i
 
 One step, under one token budget:
 1. waiting sequences join, in the order of `fair_queue.py`, while there are tokens for them, and acquire a slot, their
-   adapter's rows, and blocks for all their present tokens. Where these are not free, sequences with more than their
-   share are preempted. A sequence whose adapter has not been read, or finds no rows, is passed over, not waited for;
-   one that finds no blocks is waited for;
+   adapter's rows, and blocks for all their present tokens. They begin behind the tokens that the prefix cache has; one
+   whose prompt is just being computed for another waits for that. Where slots, rows or blocks are not free, sequences
+   with more than their share are preempted. A sequence whose adapter has not been read, or finds no rows, is passed
+   over, not waited for; one that finds no blocks is waited for;
 2. every decoding sequence gets one token, prompts a chunk of what is left, largest deficit first. If blocks run out,
    running sequences are preempted, those with most first: they free everything and wait to be computed again from
    their tokens, so that nothing is lost and the output does not change. Since each has joined with the blocks of its
@@ -32,6 +33,7 @@ from itertools import accumulate, pairwise
 from service.engine.loras.prefetch import AdapterLoads
 from service.engine.scheduling.fair_queue import FairQueue
 from service.engine.scheduling.kv_blocks import BlockPool
+from service.engine.scheduling.prefix_cache import PrefixCache
 from service.engine.scheduling.row_reservations import RowReservations
 from service.engine.scheduling.step_tokens import StepTokens
 from service.engine.scheduling.tenant_queue import Flow, age
@@ -58,6 +60,7 @@ class Scheduler:
     def __init__(
         self,
         blocks: BlockPool,
+        cache: PrefixCache,
         slots: Slots,
         lines: Slots,
         adapter_loads: AdapterLoads,
@@ -69,6 +72,7 @@ class Scheduler:
         prompts_apart: bool = False,
     ) -> None:
         self.blocks = blocks
+        self.cache = cache
         self.slots = slots
         self.lines = lines
         self.adapter_loads = adapter_loads
@@ -103,6 +107,7 @@ class Scheduler:
         if has_run := sequence.is_running:
             self._stop(sequence)
         self._queue.remove(sequence, has_run=has_run)
+        self.cache.forget(sequence)
         if sequence.adapter is not None:
             self.adapter_loads.leave(sequence.adapter)
 
@@ -113,20 +118,27 @@ class Scheduler:
         self.num_preemptions += 1
 
     def schedule(self) -> list[ScheduledChunk]:
-        """The next step; blocks for its tokens are taken. Empty if nothing can run now."""
+        """The next step, which is launched before anything else is asked; blocks for its tokens are taken. Empty if
+        nothing can run now."""
+        self.cache.begin_step()
         if self._queue.num_waiting:
             self._admit()
         self.adapter_loads.follow_hints()
         chunks = self._chunks()
         for chunk in chunks:
             _count(chunk)
+        for chunk in chunks:
+            if chunk.sequence.num_computed >= chunk.sequence.publish_at:
+                self.cache.publish(chunk.sequence)
         self._queue.charge(chunks)
         return chunks
 
     def check_integrity(self) -> None:
         """Slots, lines, blocks and pins are held by running sequences only."""
         self.blocks.check_integrity()
+        self.cache.check_integrity()
         held = {block for sequence in self.running for block in self.blocks.blocks(sequence.key)}
+        held |= self.blocks.held_beside
         assert len(held) == self.blocks.num_used, "blocks held by a sequence that does not run"
         self.slots.check_integrity()
         self.lines.check_integrity()
@@ -181,7 +193,7 @@ class Scheduler:
         prompts = [one for one in self.running if one.num_to_compute > 1]
         budget = self._token_budget - (len(self.running) - len(prompts))
         free_blocks = self._free_blocks()
-        for sequence in self._queue.in_turn(flows, self._row_reservations.lets_in):
+        for sequence in self._queue.in_turn(flows, self._lets_in):
             if sequence.num_in_flight:  # it has just yielded, and joins when all its tokens are known
                 continue
             # Without a free slot one that decodes makes room, also in the budget.
@@ -192,14 +204,19 @@ class Scheduler:
                 continue
             if num_preemptions != self.num_preemptions:
                 free_blocks = self._free_blocks()
-            need = self._blocks_missing(sequence)
-            if (self.slots.num_free == 0 or need > free_blocks) and not self._find_place(sequence, need - free_blocks):
+            found = self.cache.find(sequence)
+            need = self._blocks_missing(sequence) - len(found.blocks) + self.cache.num_idle_in(found)
+            is_short = self.slots.num_free == 0 or need > free_blocks
+            if is_short and not self._find_place(sequence, need - free_blocks, found.blocks):
                 return
             if sequence.adapter is not None:
                 self.adapter_loads.acquire(sequence.adapter)
             self._start(sequence)
             prompts.append(sequence)
             free_blocks = self._free_blocks()
+
+    def _lets_in(self, sequence: Sequence) -> bool:
+        return self._row_reservations.lets_in(sequence) and not self.cache.is_awaiting(sequence)
 
     def _tokens_before(self, sequence: Sequence, prompts: list[Sequence]) -> int:
         """Tokens of the step's budget that go to prompts computed before its own."""
@@ -228,8 +245,12 @@ class Scheduler:
                 self.preempt(one)
         return self.adapter_loads.bring(adapter)
 
-    def _find_place(self, sequence: Sequence, num_blocks: int) -> bool:
-        """A slot and so many more blocks, of those who have more than their part; none yields if it is not enough."""
+    def _find_place(self, sequence: Sequence, num_blocks: int, found: list[int]) -> bool:
+        """A slot and so many more blocks, of those who have more than their part; none yields if it is not enough.
+
+        found  blocks that it will hold, whoever yields
+        """
+        wanted = set(found)
         yielding: list[Sequence] = []
         num_slots = self.slots.num_free
         exceeding = self._queue.exceeding(sequence)
@@ -239,7 +260,7 @@ class Scheduler:
                 return False
             yielding.append(one)
             num_slots += 1
-            num_blocks -= self.blocks.num_held_alone(one.key) + self._blocks_missing(one)
+            num_blocks -= self.blocks.num_held_alone(one.key, wanted) + self._blocks_missing(one)
         for one in yielding:
             self.preempt(one)
         return True
@@ -250,15 +271,15 @@ class Scheduler:
         sequence.has_begun = False
         self._queue.start(sequence)
         insort(self.running, sequence, key=age)
-        self.blocks.open(sequence.key, self._blocks_for(sequence.max_total))
+        self.cache.start(sequence, self._blocks_for(sequence.max_total))
 
     def _stop(self, sequence: Sequence) -> None:
         """Stop a running sequence: free its slot, line, blocks and pin."""
         self.running.remove(sequence)
+        self.cache.stop(sequence)
         self.slots.release(sequence.slot)
         self.lines.release(sequence.line)
         sequence.slot = sequence.line = 0
-        self.blocks.release(sequence.key)
         self._queue.stop(sequence)
         if sequence.adapter is not None:
             self.adapter_loads.release(sequence.adapter)

@@ -16,6 +16,8 @@ import numpy as np
 from kernels.sampling.scored_token import ScoredToken
 from service.engine.ipc.messages import Submit, Tier
 
+NEVER = 2**62  # a number of tokens that no sequence reaches
+
 if TYPE_CHECKING:
     from service.engine.sequences.constraint import TokenConstraint
 
@@ -40,6 +42,9 @@ class Sequence:
     prompt_logprobs_sent  the one message that carries them has gone out
     constraint     on its tokens, by a grammar, a list of those allowed or bad words; None without one. It has seen all
                    tokens that the host knows, whatever the scheduler does with the sequence
+    num_cached     tokens of it that were found in the prefix cache when it first joined; None before
+    copied_block   of another sequence, which its first chunk copies into its own block of that number; 0: none
+    publish_at     the number of computed tokens with which it has a block for the prefix cache
     came_from      the tier that had its adapter when it came; None without one, and once its first token was told
     came_at        the engine's clock then, in seconds, and its number of steps
     waited_seconds  from then to its first step, None before it
@@ -62,6 +67,9 @@ class Sequence:
     prompt_logprobs: list[ScoredToken | None] = field(default_factory=list)
     prompt_logprobs_sent: bool = False
     constraint: TokenConstraint | None = None
+    num_cached: int | None = None
+    copied_block: int = 0
+    publish_at: int = NEVER
     came_from: Tier | None = None
     came_at: tuple[float, int] = (0.0, 0)
     waited_seconds: float | None = None

@@ -118,6 +118,7 @@ class StepLauncher:
     @torch.inference_mode()
     def run(self, step: FilledStep) -> ModelOutput:
         """The model's answer; the next step that runs may write to the memory of its logits."""
+        self._copy_blocks(step.chunks)
         if not any(chunk.sequence.request.pooling for chunk in step.chunks):
             return ModelOutput(self._runner.run(step.batch, step.sizes), PooledStep())
         logits, hidden = self._runner.run_with_hidden(step.batch, step.sizes)
@@ -187,6 +188,17 @@ class StepLauncher:
             first_rows=first_rows,
             length_limit=sequence.max_total,
         )
+
+    def _copy_blocks(self, chunks: list[ScheduledChunk]) -> None:
+        """Copy the blocks whose first tokens sequences share with others, and go on behind."""
+        pairs = []
+        for chunk in chunks:
+            if chunk.begins and chunk.sequence.copied_block:
+                own = self._blocks.blocks(chunk.sequence.key)[chunk.start // self._block_size]
+                pairs.append((chunk.sequence.copied_block, own))
+        if pairs:
+            sources, targets = zip(*pairs, strict=True)
+            self._runner.copy_blocks(sources, targets)
 
     def _sizes_of(self, inputs: list[ChunkInput], adapters: frozenset[str]) -> StepSizes:
         """Without padding."""

@@ -70,7 +70,7 @@ def read_sampled(packed: np.ndarray, sampling: StepSampling) -> list[tuple[Seque
 
 
 def tokens_message(sequence: Sequence, choice: Choice) -> Tokens | None:
-    """The message of a new token; with the first of a sequence go the log probabilities of its prompt."""
+    """The message of a new token; with the first of a sequence go the facts of its prompt."""
     prompt_logprobs: tuple[ScoredToken | None, ...] | None = None
     if sequence.prompt_logprobs and not sequence.prompt_logprobs_sent:
         sequence.prompt_logprobs_sent = True
@@ -82,8 +82,10 @@ def tokens_message(sequence: Sequence, choice: Choice) -> Tokens | None:
         logprobs = () if choice.logprob is None else (choice.logprob,)
     if not tokens and prompt_logprobs is None:
         return None
-    waited_seconds = sequence.waited_seconds if len(sequence.token_ids) == sequence.num_prompt else None
-    return Tokens(sequence.request_id, tokens, logprobs, prompt_logprobs, waited_seconds)
+    if len(sequence.token_ids) > sequence.num_prompt:
+        return Tokens(sequence.request_id, tokens, logprobs, prompt_logprobs)
+    first = sequence.waited_seconds, sequence.num_cached or 0
+    return Tokens(sequence.request_id, tokens, logprobs, prompt_logprobs, *first)
 
 
 def _row_of(sequence: Sequence, logits_row: int, index: int) -> RowSampling:

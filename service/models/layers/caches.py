@@ -55,6 +55,13 @@ class Caches:
 
     layers: tuple[LayerCache, ...]
 
+    def copy_blocks(self, blocks: torch.Tensor) -> None:
+        """Copy keys and values of the blocks blocks[0] to blocks[1], int64 [2, n] on the device, none written twice."""
+        for cache in self.layers:
+            if isinstance(cache, KvCache):
+                for tensor in (cache.k, cache.v):
+                    tensor.index_copy_(0, blocks[1], tensor.index_select(0, blocks[0]))
+
     @property
     def num_bytes(self) -> int:
         return sum(getattr(cache, name).nbytes for cache in self.layers for name in cache.__slots__)

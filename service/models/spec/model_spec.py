@@ -159,6 +159,11 @@ class ModelSpec:
             return int(self.max_position_embeddings * max(linear[0], 1.0))
         return self.context_tokens
 
+    def rope_class(self, length_limit: int) -> tuple[int, ...]:
+        """Requests whose length limits have one class rotate equal positions alike."""
+        longest = self.max_position_embeddings
+        return tuple(rope.class_of(length_limit, longest) for rope in self.rotations if rope.depends_on_limit)
+
     @property
     def needs_rope_limits(self) -> bool:
         """Whether `StepBatch.rope_limits` has to be filled: some scalings depend on a request's own limit."""

@@ -70,6 +70,12 @@ class RopeFacts:
         """Whether a token's rotation depends on the length limit of its request (`StepBatch.rope_limits`)."""
         return self.kind in ("dynamic", "longrope")
 
+    def class_of(self, length_limit: int, max_position_embeddings: int) -> int:
+        """Requests of one class rotate equal positions alike; see `service.models.layers.rope`."""
+        if self.kind == "dynamic":
+            return max(length_limit, max_position_embeddings)
+        return int(length_limit > self.original_max_position_embeddings) if self.kind == "longrope" else 0
+
     def rotary_dim(self, head_dim: int) -> int:
         """Elements of a head that are turned."""
         return int(head_dim * self.share)

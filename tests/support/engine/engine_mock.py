@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -30,6 +30,7 @@ from service.engine.loras.interfaces import CopyEvent
 from service.engine.model.graphs import CapturedSteps
 from service.engine.model.padding import StepSizes
 from service.engine.model.runner import Capacity
+from service.engine.sequences.sequence import Sequence as RunningSequence
 from service.engine.sequences.slots import Slots
 from service.grammars.matching import TokenTable
 from service.models.step_batch import StepBatch
@@ -276,6 +277,9 @@ class MockRunner:
         self._rows = rows
         self._block_size = config.block_size_tokens
         self._kv = torch.full((num_blocks * config.block_size_tokens,), -1)
+        # Of each KV slot: all that its keys and values follow from, hashed.
+        self._origins = [0] * (num_blocks * config.block_size_tokens)
+        self.sequence_in: Callable[[int], RunningSequence]
         self._lines = torch.full((config.max_sequences + 1,), -1)
         self.batches: list[StepBatch] = []
         self.num_logits: list[int] = []  # of each step
@@ -293,6 +297,7 @@ class MockRunner:
             has_conv=has_conv,
             num_groups=1,
             has_length_limits=False,
+            rope_class=lambda _limit: (),
             dtype="float32",
             device=torch.device("cpu"),
         )
@@ -323,6 +328,7 @@ class MockRunner:
                 for p in range(kv_len)
             ]
             first = kv_len - (end - start)
+            self._check_origins(blocks, int(batch.token_slots[start]), history, first)
             assert batch.positions[start:end].tolist() == list(range(first, kv_len))
             if batch.conv is not None:
                 self._check_line(batch, sequence, history, first)
@@ -330,6 +336,26 @@ class MockRunner:
                 if token in rows:
                     logits[rows[token]] = next_logits(history[: first + token - start + 1], adapters[token])
         return logits
+
+    def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        assert 0 not in (*sources, *targets), "the null block was copied"
+        kv = self._kv.view(-1, self._block_size)
+        kv[list(targets)] = kv[list(sources)]
+        size = self._block_size
+        for source, target in zip(sources, targets, strict=True):
+            self._origins[target * size : (target + 1) * size] = self._origins[source * size : (source + 1) * size]
+
+    def _check_origins(self, blocks: tuple[int, ...], slot: int, history: list[int], first: int) -> None:
+        """Keys and values before `first` follow from the same tokens, under the same adapters, in the same scope."""
+        request = self.sequence_in(slot).request
+        origin = hash((request.tenant, request.cache_salt))
+        for position, token in enumerate(history):
+            adapter = request.adapter if position >= request.adapter_start else None
+            origin = hash((origin, token, adapter))
+            place = blocks[position // self._block_size] * self._block_size + position % self._block_size
+            if position < first:
+                assert self._origins[place] == origin, f"position {position} was computed for something else"
+            self._origins[place] = origin
 
     def run_with_hidden(self, batch: StepBatch, sizes: StepSizes) -> tuple[torch.Tensor, torch.Tensor]:
         """The hidden state of a token is the token and its position."""
@@ -382,11 +408,14 @@ class MockEngine:
         tenant: str = "",
         weight: float = 1.0,
         pooling: Literal["last", "mean"] | None = None,
+        adapter_start: int = 0,
+        cache_salt: str = "",
         **sampling: object,
     ) -> None:
         chosen = Sampling(max_tokens=max_tokens, temperature=temperature, **sampling)  # type: ignore[arg-type]
         rows = {} if adapter is None else {**MockWeights(adapter).rows}
-        self.engine.submit(Submit(request_id, prompt, chosen, adapter, rows, tenant, weight, pooling))
+        paid = (tenant, weight, pooling, adapter_start, cache_salt)
+        self.engine.submit(Submit(request_id, prompt, chosen, adapter, rows, *paid))
         self.engine.check_integrity()
 
     def step(self) -> list[Event]:
@@ -461,6 +490,7 @@ def make_mock_engine(
     loader = SteppedLoader()
     tokens = mock_tokens() if has_tokens else None
     engine = Engine(runner, rows, host, settings, loader=loader, tokens=tokens, compiler=loader)
+    runner.sequence_in = lambda slot: next(one for one in engine.scheduler.running if one.slot == slot)
     engine.lines = engine.scheduler.lines = _HighLines(runner.capacity.num_lines)
     return MockEngine(engine, runner, rows, host, loader)
 

@@ -19,6 +19,7 @@ import numpy as np
 from service.engine.ipc.messages import Sampling, Submit
 from service.engine.loras.prefetch import AdapterLoads
 from service.engine.scheduling.kv_blocks import BlockPool
+from service.engine.scheduling.prefix_cache import PrefixCache
 from service.engine.scheduling.scheduler import Scheduler
 from service.engine.sequences.sequence import ScheduledChunk, Sequence
 from service.engine.sequences.slots import Slots
@@ -49,6 +50,7 @@ class CountedSteps:
     steps_per_read: int = 2
     checks: bool = False
     prompts_apart: bool = False
+    has_cache: bool = False
     num_steps: int = 0
     num_computed: int = 0
     num_sampled: int = 0
@@ -59,8 +61,10 @@ class CountedSteps:
     def __post_init__(self) -> None:
         self.rows, self.loader = MockRows(self.num_rows), SteppedLoader()
         self.adapter_loads = AdapterLoads(self.rows, self.host, self.loader, max_loads_ahead=4, wake=lambda: None)
+        blocks = BlockPool(self.num_blocks)
         self.scheduler = Scheduler(
-            BlockPool(self.num_blocks),
+            blocks,
+            PrefixCache(blocks, block_size_tokens=16, token_budget=self.token_budget, is_on=self.has_cache),
             Slots(self.max_sequences + 1),
             Slots(self.max_sequences + 1),
             self.adapter_loads,

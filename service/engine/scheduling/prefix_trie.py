@@ -1,0 +1,164 @@
+"""Prefix trie: blocks whose keys and values can be used again, by their tokens, and which of them are idle.
+
+A node is one full block below the block before it. Its key are the tokens themselves, with what else its keys and
+values depend on (`prefix_cache.py`), so equal keys mean equal blocks; nothing is hashed but by Python's dicts. A root
+is a scope, and knows of no other one.
+
+A block is held by accounts of `kv_blocks.py` or idle. Whoever holds a block holds all above it, and an account releases
+its last blocks first, so that in a queue of idle blocks, least recently held first, none comes before those below it.
+Each tenant has a queue of its own, and the largest gives when blocks are wanted: a flood empties its own.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+Scope = tuple[str, str, tuple[int, ...]]  # tenant, "" where all share; salt; class of the length limit
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """parent: None for a root. block: 0 for a root, and once the node is dropped. num_users: of a root, which stays for
+    them."""
+
+    parent: Node | None
+    part: bytes
+    scope: Scope
+    block: int
+    children: dict[bytes, Node] = field(default_factory=dict)
+    num_users: int = 0
+
+    @property
+    def is_dropped(self) -> bool:
+        return self.parent is not None and not self.block
+
+
+class PrefixTrie:
+    """See the module's docstring."""
+
+    def __init__(self) -> None:
+        self.num_idle = 0  # blocks that no account holds
+        self.num_evicted = 0
+        self._roots: dict[Scope, Node] = {}
+        self._nodes: dict[int, Node] = {}  # by block
+        self._idle: dict[str, OrderedDict[int, Node]] = {}  # by tenant and block
+
+    @property
+    def nodes(self) -> Collection[Node]:
+        """All but roots."""
+        return self._nodes.values()
+
+    def root(self, scope: Scope) -> Node | None:
+        return self._roots.get(scope)
+
+    def use_root(self, scope: Scope) -> Node:
+        """The root, made if there is none."""
+        root = self._roots.get(scope)
+        if root is None:
+            root = self._roots[scope] = Node(None, b"", scope, 0)
+        return root
+
+    def leave_root(self, root: Node) -> None:
+        """Drop a root without children and users; it is made anew when it is wanted."""
+        if not root.children and not root.num_users:
+            del self._roots[root.scope]
+
+    def walk(self, scope: Scope, parts: list[bytes]) -> list[Node]:
+        """The nodes of these parts from the root on, as far as there are."""
+        node, nodes = self._roots.get(scope), []
+        if node is None:
+            return []
+        for part in parts:
+            node = node.children.get(part)
+            if node is None:
+                break
+            nodes.append(node)
+        return nodes
+
+    def add(self, parent: Node, part: bytes, block: int) -> Node:
+        """A node of a held block."""
+        node = parent.children[part] = self._nodes[block] = Node(parent, part, parent.scope, block)
+        return node
+
+    def drop(self, nodes: Collection[Node]) -> list[int]:
+        """Drop these nodes and all below them. Returns the blocks that were idle, and are free now."""
+        freed = []
+        for node in nodes:
+            assert node.parent is not None
+            node.parent.children.pop(node.part, None)
+            if node.parent.parent is None:
+                self.leave_root(node.parent)
+        stack = [*nodes]
+        while stack:
+            node = stack.pop()
+            if node.is_dropped:
+                continue
+            stack.extend(node.children.values())
+            node.children.clear()
+            if node.block in self._idle.get(node.scope[0], ()):
+                self.wake(node.block)
+                freed.append(node.block)
+            del self._nodes[node.block]
+            node.block = 0
+        return freed
+
+    def drop_all(self) -> list[int]:
+        """As `drop`, of all."""
+        return self.drop([node for root in self._roots.values() for node in root.children.values()])
+
+    # ---- idle blocks, for `BlockPool`
+
+    def rest(self, block: int) -> bool:
+        """Keep a block that its last account has released; False: it is not in the trie, and free."""
+        node = self._nodes.get(block)
+        if node is None:
+            return False
+        self._idle.setdefault(node.scope[0], OrderedDict())[block] = node
+        self.num_idle += 1
+        return True
+
+    def wake(self, block: int) -> None:
+        """An idle block is held again."""
+        tenant = self._nodes[block].scope[0]
+        queue = self._idle[tenant]
+        del queue[block]
+        self.num_idle -= 1
+        if not queue:
+            del self._idle[tenant]
+
+    def evict(self, num_blocks: int) -> list[int]:
+        """Drop up to so many idle blocks, those of the tenant with most first, which are free now."""
+        freed: list[int] = []
+        while len(freed) < num_blocks and self._idle:
+            sizes = sorted(map(len, self._idle.values()))
+            largest = max(self._idle.values(), key=len)
+            num_more = sizes[-1] - sizes[-2] if len(sizes) > 1 else sizes[-1]
+            for _ in range(min(num_blocks - len(freed), max(num_more, 1))):
+                if largest:
+                    freed += self.drop([next(iter(largest.values()))])
+        self.num_evicted += len(freed)
+        return freed
+
+    def check_integrity(self, num_holders: Callable[[int], int]) -> None:
+        """Ways, the table of blocks, the idle queues and the accounts agree."""
+        seen: dict[int, Node] = {}
+        stack = [node for root in self._roots.values() for node in root.children.values()]
+        while stack:
+            node = stack.pop()
+            assert node.block and node.block not in seen, "a block of two nodes, or a dropped node"
+            assert node.parent is not None and node.parent.children[node.part] is node, "a node without a way to it"
+            seen[node.block] = node
+            stack.extend(node.children.values())
+        assert seen == self._nodes, "blocks of no node, or nodes of no block"
+        assert all(root.children or root.num_users for root in self._roots.values()), "an empty root"
+        idle = {block: node for queue in self._idle.values() for block, node in queue.items()}
+        assert set(idle) == {block for block in seen if not num_holders(block)}, "a free block in the trie"
+        assert len(idle) == self.num_idle and all(self._idle.values()), "idle blocks miscounted"
+        for tenant, queue in self._idle.items():
+            order = {block: number for number, block in enumerate(queue)}
+            for block, node in queue.items():
+                assert node.scope[0] == tenant, "a block in another tenant's queue"
+                below = [child.block for child in node.children.values()]
+                assert all(order.get(child, len(order)) < order[block] for child in below), "evicted before those below"
