@@ -135,6 +135,16 @@ class Settings(BaseSettings):
         description="number of tokens per KV block; default: 16, on an NPU 128, whose fused attention takes multiples "
         "of that",
     )
+    prefix_cache: bool | None = Field(
+        None,
+        description="keep keys and values of past requests for requests that begin alike; default: yes, on an NPU no; "
+        "models with convolution or delta-net states compute every prompt either way",
+    )
+    prefix_cache_scope: Literal["tenant", "server"] = Field(
+        "tenant",
+        description="who shares the prefix cache; tenant: requests of one tenant; server: all requests, which can tell "
+        "from times what others have asked",
+    )
     eager: bool = Field(False, description="launch every step from Python and capture no graphs")
     lora_window: bool = Field(
         True,
@@ -368,6 +378,8 @@ class Settings(BaseSettings):
                 side_bytes=_plain(self.adapter_side_bytes),
                 host_tier_bytes=int(self.host_tier_bytes),
                 num_threads=self.num_threads,
+                prefix_cache=self.prefix_cache,
+                prefix_cache_scope=self.prefix_cache_scope,
                 eager=self.eager,
                 lora_window=self.lora_window,
                 npu_graphs=self.npu_graphs,

@@ -69,3 +69,6 @@ class EngineProtocol(Protocol):
 
     def pin(self, adapters: Collection[str]) -> None:
         """Have these on the device, asked for or not, and no others for that reason; later engines too."""
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what prefix caches have, on all engines."""

@@ -145,6 +145,11 @@ class Engines:
         for one in self.clients:
             one.pin(digests)
 
+    def reset_prefix_cache(self) -> None:
+        """Forget what the prefix caches of all engines have."""
+        for one in self.clients:
+            one.reset_prefix_cache()
+
     # ---- inner parts
 
     async def _watch_all(self) -> None:

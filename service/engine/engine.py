@@ -45,7 +45,7 @@ from adapters.memory.row_pool import PoolUsage
 from service.engine.grammar.compiled_grammars import Worker
 from service.engine.grammar.grammar_sequences import GrammarSequences
 from service.engine.ipc.config import EngineConfig
-from service.engine.ipc.messages import Abort, Evict, Load, OpInUse, Pin, Ready, Stats, Submit
+from service.engine.ipc.messages import Abort, Evict, Load, OpInUse, Pin, Ready, ResetPrefixCache, Stats, Submit
 from service.engine.loras.interfaces import HostSource, Loader, Rows
 from service.engine.loras.prefetch import AdapterLoads
 from service.engine.model.runner import Capacity, Runner
@@ -184,7 +184,7 @@ class Engine:
             ops=self._ops,
         )
 
-    def handle(self, message: Submit | Abort | Load | Evict | Pin) -> None:
+    def handle(self, message: Submit | Abort | Load | Evict | Pin | ResetPrefixCache) -> None:
         """Take one message; never raises for what it says."""
         match message:
             case Submit():
@@ -198,6 +198,8 @@ class Engine:
                 self.cache.drop_adapter(message.adapter)
             case Pin():
                 self.adapter_loads.pin(message.adapters)
+            case ResetPrefixCache():
+                self.cache.reset()
 
     def submit(self, request: Submit) -> None:
         """Queue a request. One that can never run is answered with Finished(error) by the next step."""
@@ -273,6 +275,11 @@ class Engine:
             num_preemptions=self.scheduler.num_preemptions,
             num_adapter_loads=usage.num_loads,
             num_adapter_evictions=usage.num_evictions,
+            prefix_cache_queried_tokens=self.cache.counts.queried_tokens,
+            prefix_cache_hit_tokens=self.cache.counts.hit_tokens,
+            prefix_cache_resumed_tokens=self.cache.counts.resumed_tokens,
+            prefix_cache_idle_blocks=self.cache.trie.num_idle,
+            prefix_cache_evicted_blocks=self.cache.trie.num_evicted,
             num_steps_replayed=self.runner.captured.num_replayed,
             num_steps_eager=dict(self.runner.captured.eager),
             num_lora_op_calls=records.num_lora_op_calls,

@@ -33,6 +33,7 @@ from service.engine.ipc.messages import (
     Load,
     Pin,
     Ping,
+    ResetPrefixCache,
     Stats,
     Submit,
     ToEngine,
@@ -161,6 +162,8 @@ class Relay:
                 self._client.evict(message.adapter)
             case Pin():  # the pins of the store, which are the same for all its servers
                 self._client.pin(message.adapters)
+            case ResetPrefixCache():
+                self._client.reset_prefix_cache()
             case Ping():
                 self._client.ping()
             case Drain():

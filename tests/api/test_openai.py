@@ -276,7 +276,8 @@ class TestChat:
         for part in (chat, completion["choices"][0]):
             assert {part[name] for name in ("prompt_logprobs", "prompt_token_ids")} == {None}
         for answer in (chat, completion):
-            assert answer["choices"][0]["token_ids"] is None and answer["usage"]["prompt_tokens_details"] is None
+            assert answer["choices"][0]["token_ids"] is None
+            assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
         assert chat["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
 
     def test_a_stream_is_the_whole_answer_in_pieces(self, client: openai.OpenAI) -> None:

@@ -58,11 +58,12 @@ def test_tokens_with_the_cache_are_those_without_it(world: World, overlap: bool)
     requests = requests_of(world, 32)
     tokens = {}
     for has_cache in (False, True):
-        # Forty blocks of four tokens hold about three of these requests at their end, or idle blocks instead.
-        sizes = {"num_blocks": 40, "token_budget": 24, "max_sequences": 6}
+        # Thirty blocks of four tokens hold about two of these requests at their end, or idle blocks instead.
+        sizes = {"num_blocks": 30, "token_budget": 24, "max_sequences": 6, "side_bytes": 2**20}
         engine = build_engine(config_of(world, prefix_cache=has_cache, overlap=overlap, **sizes))
         answers = run_engine(engine, [request.submit(world) for request in requests], joins_per_step=2)
         tokens[has_cache] = {name: answer.tokens for name, answer in answers.items()}
+        assert all(len(tokens[has_cache][request.name]) == request.max_tokens for request in requests)
         assert engine.stats().num_preemptions
         counts = engine.cache.counts
         if has_cache and not engine.capacity.has_conv:

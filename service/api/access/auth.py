@@ -64,6 +64,7 @@ ROUTES = (
     Route("/v1/adapters/", "upload"),
     Route("/v1/load_lora_adapter", "admin"),
     Route("/v1/unload_lora_adapter", "admin"),
+    Route("/reset_prefix_cache", "admin"),
 )
 _WHAT: dict[Scope, str] = {
     "infer": "run models",

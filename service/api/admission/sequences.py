@@ -33,6 +33,7 @@ class PlannedSequence:
     skip_special_tokens: bool
     include_stop: bool
     pooling: Literal["last", "mean"] | None = None
+    cache_salt: str = ""
 
     @property
     def most_tokens(self) -> int:
@@ -74,6 +75,7 @@ def plan_sequences(
                     stop=stop,
                     skip_special_tokens=request.skip_special_tokens is None or request.skip_special_tokens,
                     include_stop=bool(request.include_stop_str_in_output or request.no_stop_trim),
+                    cache_salt=request.cache_salt or "",
                 )
             )
     # One answer alone is seldom as long as it may be, and those of a stream do not wait for each other.

@@ -95,6 +95,10 @@ class GenerationJob:
         """Tokens generated so far."""
         return sum(run.timer.num_tokens for run in self.runs)
 
+    def num_cached_tokens(self, num_choices: int) -> int:
+        """Tokens of the prompts that the prefix cache had, for the first of each prompt's choices."""
+        return sum(run.num_cached_tokens for run in self.runs[::num_choices])
+
     @property
     def outcomes(self) -> list[str]:
         """How the sequences that have ended did: stop, length, abort (the client went) or error."""

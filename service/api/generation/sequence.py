@@ -58,6 +58,7 @@ class SequenceRun:
         self._stop_token_ids = frozenset(plan.sampling.stop_token_ids)
         self._forget_all()
         self.is_over = self._was_taken = False
+        self.num_cached_tokens = 0  # of the prompt, once its first token is there
         self.failure: Exception | None = None
         self.timer = SequenceTimer(services.metrics, target.name, len(plan.prompt.token_ids))
         prompt, start = plan.prompt.token_ids, target.start_in(plan.prompt.token_ids)
@@ -72,6 +73,7 @@ class SequenceRun:
                 weight=tenant.limits.weight,
                 pooling=plan.pooling,
                 adapter_start=start or 0,
+                cache_salt=plan.cache_salt,
             )
         )
         self._messages.listen(self._work, self._begin_anew)
@@ -86,7 +88,7 @@ class SequenceRun:
             seen_ids=plan.prompt.reading.seen_ids,
         )
         self._stop, self._has_stop = StopStrings(plan.stop), bool(plan.stop.stop)
-        self._num_chars = 0
+        self._num_chars = self.num_cached_tokens = 0
         # Output that nobody has read yet. Its text is joined when it is read: it may have thousands of parts.
         self._waiting, self._texts, self._num_waiting, self._has_news = OutputChunk(), list[str](), 0, False
         self._drop_logprobs()
@@ -180,6 +182,7 @@ class SequenceRun:
         self._num_held_logprobs = 0
 
     def _add_tokens(self, message: Tokens) -> None:
+        self.num_cached_tokens += message.num_cached
         piece = self._waiting
         if message.logprobs or message.prompt_logprobs:
             self._hold_logprobs((*message.logprobs, *(message.prompt_logprobs or ())))

@@ -49,6 +49,7 @@ _STATS_GAUGES = (
     ("num_requests_running", "num_running", "Sequences running in the engine."),
     ("kv_blocks_used", "kv_blocks_used", "KV blocks in use."),
     ("kv_blocks_total", "kv_blocks_total", "KV blocks there are."),
+    ("prefix_cache_idle_blocks", "prefix_cache_idle_blocks", "Free KV blocks that prompts can begin with."),
     ("state_lines_used", "state_lines_used", "Conv-state lines in use."),
     ("state_lines_total", "state_lines_total", "Conv-state lines there are."),
     ("adapter_rows_used", "rows_used", "Adapter rows in use on the device."),
@@ -60,6 +61,14 @@ _STATS_GAUGES = (
 _STATS_COUNTERS = (
     ("engine_steps", "num_steps", "Steps of the engine."),
     ("preemptions", "num_preemptions", "Sequences preempted because KV blocks or state lines ran out."),
+    ("prefix_cache_queries", "prefix_cache_queried_tokens", "Prompt tokens that were looked up in the prefix cache."),
+    ("prefix_cache_hits", "prefix_cache_hit_tokens", "Prompt tokens that the prefix cache had."),
+    (
+        "prefix_cache_resumed_tokens",
+        "prefix_cache_resumed_tokens",
+        "Tokens that the prefix cache had when preempted sequences went on.",
+    ),
+    ("prefix_cache_evicted_blocks", "prefix_cache_evicted_blocks", "Blocks that the prefix cache lost to others."),
     ("adapter_loads", "num_adapter_loads", "Adapters loaded onto the device."),
     ("adapter_evictions", "num_adapter_evictions", "Adapters that left the device."),
     (

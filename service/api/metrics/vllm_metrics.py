@@ -29,6 +29,8 @@ _SAME: dict[str, tuple[_Same, ...]] = {
     "num_requests_running": (_Same("num_requests_running", "Sequences running in the engine."),),
     "num_requests_waiting": (_Same("num_requests_waiting", "Sequences waiting in the engine."),),
     "preemptions": (_Same("num_preemptions", "Sequences preempted."),),
+    "prefix_cache_queries": (_Same("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),),
+    "prefix_cache_hits": (_Same("prefix_cache_hits", "Prompt tokens that the prefix cache had."),),
     "all_prompt_tokens": (_Same("prompt_tokens", "Prompt tokens."),),
     "all_generation_tokens": (_Same("generation_tokens", "Tokens generated."),),
     "all_requests": (_Same("request_success", "Sequences that ended, by how.", ("outcome", "finished_reason")),),

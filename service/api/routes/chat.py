@@ -196,7 +196,7 @@ class ChatAnswer:
             "prompt_tokens": num_prompt,
             "completion_tokens": num_completion,
             "total_tokens": num_prompt + num_completion,
-            "prompt_tokens_details": None,
+            "prompt_tokens_details": {"cached_tokens": self.job.num_cached_tokens(self._request.n or 1)},
             "completion_tokens_details": {
                 "reasoning_tokens": sum(speaker.num_reasoning_tokens for speaker in self._speakers)
             },

@@ -161,7 +161,7 @@ class CompletionAnswer:
         before = echoed_logprobs(tokenizer, names, plan.prompt, entries, skip_special_tokens=is_text)
         return join_columns(before, columns)
 
-    def _usage(self) -> dict[str, int | None]:
+    def _usage(self) -> dict[str, Any]:
         num_choices = self._request.n or 1
         num_prompt = sum(run.num_prompt_tokens for run in self.job.runs[::num_choices])
         num_completion = self.job.num_completion_tokens
@@ -169,7 +169,7 @@ class CompletionAnswer:
             "prompt_tokens": num_prompt,
             "completion_tokens": num_completion,
             "total_tokens": num_prompt + num_completion,
-            "prompt_tokens_details": None,
+            "prompt_tokens_details": {"cached_tokens": self.job.num_cached_tokens(num_choices)},
         }
 
 

@@ -196,6 +196,7 @@ def _plan(body: EmbeddingRequest, prompt: Prompt) -> PlannedSequence:
         skip_special_tokens=True,
         include_stop=False,
         pooling=body.pooling or "last",
+        cache_salt=body.cache_salt or "",
     )
 
 

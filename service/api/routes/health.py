@@ -1,4 +1,4 @@
-"""/health, /ready, /version, /load and /metrics."""
+"""/health, /ready, /version, /load, /metrics and /reset_prefix_cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from service.api.errors import NotReady
 from service.api.openapi import errors
-from service.api.schema.answers import HealthResponse, LoadResponse, ReadyResponse, VersionResponse
+from service.api.schema.answers import HealthResponse, LoadResponse, ReadyResponse, StatusResponse, VersionResponse
+from service.api.schema.query import no_query
 from service.api.state import engine_sentence, services_of
 from service.api.threads import in_turn
 from service.engine.ipc.config import default_block_size_tokens
@@ -75,6 +76,20 @@ async def get_version(request: Request) -> VersionResponse:
 async def get_load(request: Request) -> LoadResponse:
     """vLLM's: sequences that are admitted and have not ended."""
     return LoadResponse(server_load=services_of(request).gate.num_open)
+
+
+@router.post(
+    "/reset_prefix_cache",
+    dependencies=[no_query],
+    responses=errors((400, 401, 403, 413, 503)),
+    summary="Forget all cached prompts",
+)
+async def reset_prefix_cache(request: Request) -> StatusResponse:
+    """vLLM's: no later request finds keys and values of an earlier one. Requests that run are not disturbed."""
+    services = services_of(request)
+    services.require_ready()
+    services.engine.reset_prefix_cache()
+    return StatusResponse(status="ok")
 
 
 @router.get(

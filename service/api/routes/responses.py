@@ -165,7 +165,7 @@ def _logprobs(choice: dict[str, Any]) -> list[Any]:
 def _usage(chat: dict[str, Any]) -> dict[str, Any]:
     return {
         "input_tokens": chat["prompt_tokens"],
-        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "input_tokens_details": {**chat["prompt_tokens_details"], "cache_write_tokens": 0},
         "output_tokens": chat["completion_tokens"],
         "output_tokens_details": chat["completion_tokens_details"],
         "total_tokens": chat["total_tokens"],

@@ -44,13 +44,19 @@ class CompletionTokensDetails(Response):
     reasoning_tokens: int
 
 
+class PromptTokensDetails(Response):
+    """Token details of prompts: `cached_tokens` were found in the prefix cache and not computed again."""
+
+    cached_tokens: int
+
+
 class Usage(Response):
     """Token counts."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: None = None
+    prompt_tokens_details: PromptTokensDetails | None = None
     completion_tokens_details: CompletionTokensDetails | None = None
 
 
@@ -150,6 +156,12 @@ class ReadyResponse(Response):
 
     status: Literal["ready"]
     model: str
+
+
+class StatusResponse(Response):
+    """Answer of POST /reset_prefix_cache."""
+
+    status: Literal["ok"]
 
 
 class VersionResponse(Response):

@@ -26,8 +26,10 @@ MAX_DETOKENIZED = 1 << 20  # tokens
 MAX_ALLOWED_TOKEN_IDS = 1 << 18
 MAX_BAD_WORDS = 128
 MAX_EMBEDDED = 2048  # OpenAI's figure
+MAX_CACHE_SALT_CHARS = 256
 
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
+CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARS)]
 BadWord = Annotated[str, Field(min_length=1, max_length=1000)]
 TokenId = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], FIRST, in_pieces()]
@@ -102,6 +104,9 @@ class Decoding(SamplingParameters):
     )
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = Field(
         None, description="the same seed, request and model give the same answer"
+    )
+    cache_salt: CacheSalt | None = Field(
+        None, description="only requests with the same text here share the prefix cache, within a tenant"
     )
     stop: StopString | Annotated[list[StopString], FIRST] | None = Field(
         None, description=f"up to {MAX_STOP_STRINGS} texts that end the answer and are not part of it"
@@ -310,6 +315,7 @@ class EmbeddingRequest(Request):
     pooling: Literal["last", "mean"] | None = Field(
         None, description="the hidden state of the last token, the default, or the mean of all tokens'"
     )
+    cache_salt: CacheSalt | None = Field(None, description="as for completions")
     normalize: bool | None = Field(None, description="vectors of length 1; true by default")
     use_activation: bool | None = Field(None, description="the same as `normalize`; vLLM's name for it")
     add_special_tokens: bool | None = Field(None, description="add the tokenizer's own special tokens; true by default")

@@ -69,7 +69,7 @@ _TEMPLATE = "send what the chat template takes in `chat_template_kwargs`"
 GENERATION_FIELDS = _table(
     # Caller, purpose and cache keys: nothing is kept between requests here.
     _inert("user", "metadata", "store", "service_tier", "safety_identifier"),
-    _inert("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_salt"),
+    _inert("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
     _inert("request_id", "rid", "session_id", "extra_key", "custom_labels"),
     _refused("priority", neutral=(0,)),
     # Another way to name the adapter.
@@ -169,7 +169,7 @@ RESPONSE_FIELDS = GENERATION_FIELDS | _table(
 )
 # Fields of embeddings.
 EMBEDDING_FIELDS = _table(
-    _inert("user", "request_id", "rid", "cache_salt"),
+    _inert("user", "request_id", "rid"),
     _refused("priority", neutral=(0,)),
     _refused("lora_path", "adapter_source", advice="name the adapter in `model`"),
     _refused("embed_dtype", neutral=("float32",)),

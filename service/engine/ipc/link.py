@@ -23,6 +23,7 @@ from service.engine.ipc.messages import (
     Pin,
     Ping,
     Ready,
+    ResetPrefixCache,
     Stats,
     Submit,
     Tier,
@@ -124,6 +125,11 @@ class EngineLink(abc.ABC):
         self._pinned = tuple(digests)
         if self.state == "ready":
             self._send(Pin(self._pinned))
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what the prefix cache has. A later engine has nothing."""
+        if self.state == "ready":
+            self._send(ResetPrefixCache())
 
     def ping(self) -> None:
         """Make the engine send Stats when its step is over."""

@@ -1,7 +1,7 @@
 """Messages between the API process and the engine process: small, typed, msgpack by msgspec.
 
-API to engine: Submit, Abort, Load, Evict, Pin, Ping, Drain. Engine to API: Ready, Tokens, Finished, Stats, Fatal;
-a relay between them adds Cordon.
+API to engine: Submit, Abort, Load, Evict, Pin, ResetPrefixCache, Ping, Drain. Engine to API: Ready, Tokens, Finished,
+Stats, Fatal; a relay between them adds Cordon.
 Text never crosses: the engine knows token ids only. Weights never cross: the engine reads adapters from the store.
 """
 
@@ -107,6 +107,10 @@ class Pin(msgspec.Struct, frozen=True, tag=True):
     adapters: tuple[str, ...]
 
 
+class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
+    """Forget what the prefix cache has; requests that run are not disturbed."""
+
+
 class Ping(msgspec.Struct, frozen=True, tag=True):
     """Asks whether the engine is alive. The answer is Stats, after the step that runs."""
 
@@ -117,7 +121,7 @@ class Drain(msgspec.Struct, frozen=True, tag=True):
     limit_seconds: float
 
 
-ToEngine = Submit | Abort | Load | Evict | Pin | Ping | Drain
+ToEngine = Submit | Abort | Load | Evict | Pin | ResetPrefixCache | Ping | Drain
 
 
 # ---- engine -> API
@@ -206,6 +210,13 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     num_adapter_loads: int
     num_adapter_evictions: int
     num_lora_op_calls: int
+    # Tokens of prompts that were looked up in the prefix cache, those that it had, and those that it had when preempted
+    # requests went on; its idle blocks, which count as free, and blocks that it has lost to others.
+    prefix_cache_queried_tokens: int = 0
+    prefix_cache_hit_tokens: int = 0
+    prefix_cache_resumed_tokens: int = 0
+    prefix_cache_idle_blocks: int = 0
+    prefix_cache_evicted_blocks: int = 0
     # How steps were run: replayed from a graph, or otherwise, by the reason.
     num_steps_replayed: int = 0
     num_steps_eager: dict[str, int] = {}

@@ -304,7 +304,7 @@ class PrefixCache:
             if child is not None:
                 return start + most, child.block
         other = self._latest.get(above)
-        if other is None:
+        if other is None or not other.has_begun:  # its own copy is not launched
             return start, 0
         end = min(start + most, other.num_computed, _same_until(sequence, other))
         num = _num_equal(sequence.token_ids[start:end], other.token_ids[start:end])
@@ -328,7 +328,8 @@ class PrefixCache:
         """The sequence's next block is below this node; let others know if it is one of its prompt."""
         way.node = node
         node.num_users += 1
-        self._latest[node] = way.sequence
+        if way.sequence.has_begun or node not in self._latest:
+            self._latest[node] = way.sequence
         way.sequence.publish_at = (way.num_nodes + 1) * self._block_size
         if way.sequence.publish_at <= way.sequence.num_prompt:
             key = node, self._parts(way, way.num_nodes + 1)[way.num_nodes]

@@ -87,6 +87,7 @@ STATUSES: dict[str, tuple[str, str]] = {
     # 403 without keys too: where --lora-path-root is not set, and for paths outside it.
     "post /v1/load_lora_adapter": ("200 400 403 404 409 413 429 500 503 507", "401"),
     "post /v1/unload_lora_adapter": ("200 400 403 404 413 429 500 503 507", "401"),
+    "post /reset_prefix_cache": ("200 400 413 503", "401 403"),
     "get /health": ("200 503", ""),
     "get /ping": ("200 503", ""),
     "post /ping": ("200 413 503", ""),
@@ -117,7 +118,7 @@ class TestOpenapi:
         for name, operation in told.items():
             assert operation["summary"]
             assert operation["description"]
-            if name.startswith("post") and name != "post /ping":
+            if name.startswith("post") and name not in ("post /ping", "post /reset_prefix_cache"):
                 assert operation["requestBody"]["required"]
 
     def test_whatever_answers_a_get_answers_a_head_with_the_same_headers(
@@ -261,6 +262,7 @@ class TestOpenapi:
             "post /v1/unload_lora_adapter",
             "put /v1/adapters/{name}/pin",
             "delete /v1/adapters/{name}/pin",
+            "post /reset_prefix_cache",
         }
         assert all(name.startswith("get ") for name in needs["any"])
 

@@ -91,15 +91,15 @@ def test_a_stopped_and_an_aborted_request_leave_what_they_computed(overlap: bool
     assert mock.engine.blocks.num_used == 0
 
 
-@pytest.mark.parametrize("num", [16, 64])
-def test_equal_prompts_at_once_are_computed_once(num: int) -> None:
+@pytest.mark.parametrize(("num", "length"), [(16, 300), (64, 300), (64, 303)])
+def test_equal_prompts_at_once_are_computed_once(num: int, length: int) -> None:
     mock = cached_engine(num_blocks=1200, max_sequences=64, max_len=400, token_budget=64)
-    prompt = tuple(i % 89 for i in range(300))
+    prompt = tuple(i % 89 for i in range(length))
     for i in range(num):
-        mock.submit(f"r{i}", prompt, max_tokens=1)
+        mock.submit(f"r{i}", prompt, max_tokens=4)
     mock.settle()
-    assert num_computed(mock) == 300 + num - 1
-    assert all(mock.output[f"r{i}"] == expected_tokens(prompt, None, 1) for i in range(num))
+    assert num_computed(mock) == length + num - 1 + 3 * num
+    assert all(mock.output[f"r{i}"] == expected_tokens(prompt, None, 4) for i in range(num))
 
 
 def test_others_do_not_wait_for_a_prefix_that_is_not_theirs(mock: MockEngine) -> None:

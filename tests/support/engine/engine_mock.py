@@ -279,7 +279,7 @@ class MockRunner:
         self._kv = torch.full((num_blocks * config.block_size_tokens,), -1)
         # Of each KV slot: all that its keys and values follow from, hashed.
         self._origins = [0] * (num_blocks * config.block_size_tokens)
-        self.sequence_in: Callable[[int], RunningSequence]
+        self.sequence_in: Callable[[int], RunningSequence | None] = lambda _slot: None
         self._lines = torch.full((config.max_sequences + 1,), -1)
         self.batches: list[StepBatch] = []
         self.num_logits: list[int] = []  # of each step
@@ -342,12 +342,16 @@ class MockRunner:
         kv = self._kv.view(-1, self._block_size)
         kv[list(targets)] = kv[list(sources)]
         size = self._block_size
-        for source, target in zip(sources, targets, strict=True):
-            self._origins[target * size : (target + 1) * size] = self._origins[source * size : (source + 1) * size]
+        origins = [self._origins[source * size : (source + 1) * size] for source in sources]
+        for target, copied in zip(targets, origins, strict=True):
+            self._origins[target * size : (target + 1) * size] = copied
 
     def _check_origins(self, blocks: tuple[int, ...], slot: int, history: list[int], first: int) -> None:
         """Keys and values before `first` follow from the same tokens, under the same adapters, in the same scope."""
-        request = self.sequence_in(slot).request
+        sequence = self.sequence_in(slot)
+        if sequence is None:  # of an engine that a test has made itself
+            return
+        request = sequence.request
         origin = hash((request.tenant, request.cache_salt))
         for position, token in enumerate(history):
             adapter = request.adapter if position >= request.adapter_start else None
@@ -490,7 +494,7 @@ def make_mock_engine(
     loader = SteppedLoader()
     tokens = mock_tokens() if has_tokens else None
     engine = Engine(runner, rows, host, settings, loader=loader, tokens=tokens, compiler=loader)
-    runner.sequence_in = lambda slot: next(one for one in engine.scheduler.running if one.slot == slot)
+    runner.sequence_in = lambda slot: next((one for one in engine.scheduler.running if one.slot == slot), None)
     engine.lines = engine.scheduler.lines = _HighLines(runner.capacity.num_lines)
     return MockEngine(engine, runner, rows, host, loader)
 

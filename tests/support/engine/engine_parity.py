@@ -206,7 +206,6 @@ def run_engine(engine: Engine, submits: Sequence[Submit], *, joins_per_step: int
             engine.submit(submit)
         left = left[count:]
         engine.wake.clear()
-        before = engine.num_steps
         events = engine.step()
         engine.check_integrity()
         for event in events:
@@ -217,7 +216,7 @@ def run_engine(engine: Engine, submits: Sequence[Submit], *, joins_per_step: int
                 answer.prompt_logprobs = event.prompt_logprobs or answer.prompt_logprobs
             elif isinstance(event, Finished):
                 answers[event.request_id].ended = event
-        if engine.num_requests and engine.num_steps == before:
+        if engine.num_requests and engine.is_idle:
             assert engine.wake.wait(LIMIT_SECONDS), "nothing can run, and no load ends"
     return answers
 

@@ -1,0 +1,130 @@
+"""The prefix cache over HTTP: what is told of it, to whom it belongs, and what wrong requests get."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from service.tenants.edit import add_key
+from service.tenants.keys_file import Scope
+from tests.support.http.server import Server, running_server, wait_for
+from tests.support.models.tiny_models import make_tiny_model
+
+TEXT = "abcdefghij" * 30  # a token each, nearly
+BLOCK = 16
+
+
+def whole_blocks(num_tokens: int) -> int:
+    """What an equal prompt finds that has ended: all but its last token, in whole blocks."""
+    return (num_tokens - 1) // BLOCK * BLOCK
+
+
+@dataclass(frozen=True)
+class Cached:
+    """A server of a model with attention only, with a keys file."""
+
+    server: Server
+    path: Path
+
+    def key(self, tenant: str, *scopes: Scope) -> dict[str, str]:
+        return {"Authorization": f"Bearer {add_key(self.path, tenant, scopes or ('infer',))[0]}"}
+
+    def post(self, path: str, key: dict[str, str], **body: Any) -> httpx.Response:
+        return self.server.http.post(f"{self.server.url}{path}", headers=key, json=body)
+
+    def usage(self, key: dict[str, str], path: str = "/v1/completions", **body: Any) -> tuple[int, int]:
+        """Tokens of the prompt, and those of them that were cached."""
+        answer = self.post(path, key, max_tokens=4, ignore_eos=True, **body)
+        assert answer.status_code == 200, answer.text
+        usage = answer.json()["usage"]
+        return usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
+
+    def metric(self, name: str, key: dict[str, str]) -> float:
+        lines = self.server.http.get(f"{self.server.url}/metrics", headers=key).text.splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
+
+
+@pytest.fixture(scope="module")
+def cached(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cached]:
+    directory = tmp_path_factory.mktemp("prefix-cache")
+    model = make_tiny_model("llama", directory / "model", max_position_embeddings=2048)
+    path = directory / "keys.toml"
+    add_key(path, "operator", ("infer", "admin"))
+    with running_server(model, directory / "server", keys_file=path) as server:
+        yield Cached(server, path)
+
+
+def test_each_turn_of_a_chat_finds_the_turns_before(cached: Cached) -> None:
+    key, messages = cached.key("chats"), [{"role": "system", "content": TEXT}]
+    before = 0
+    for turn in range(4):
+        messages.append({"role": "user", "content": f"{turn} and what then?"})
+        num_prompt, num_cached = cached.usage(key, "/v1/chat/completions", messages=messages)
+        assert num_cached >= before - before % BLOCK - 2 * BLOCK if turn else num_cached == 0
+        before = num_prompt
+        messages.append({"role": "assistant", "content": "go on"})
+    assert before > 300
+
+
+def test_usage_of_streams_responses_and_batches_has_it(cached: Cached) -> None:
+    key = cached.key("usages")
+    num_prompt, _ = cached.usage(key, prompt=TEXT)
+    assert cached.usage(key, prompt=TEXT) == (num_prompt, whole_blocks(num_prompt))
+    body: dict[str, Any] = {"prompt": TEXT, "max_tokens": 2}
+    item = cached.post("/v1/completions/batch", key, items=[body]).json()
+    assert f'"cached_tokens":{whole_blocks(num_prompt)}' in str(item).replace("'", '"').replace(" ", "")
+    stream = cached.post("/v1/completions", key, stream=True, stream_options={"include_usage": True}, **body)
+    assert f'"cached_tokens":{whole_blocks(num_prompt)}' in stream.text.replace(" ", "")
+    first, second = (cached.post("/v1/responses", key, input=TEXT, max_output_tokens=2).json() for _ in range(2))
+    assert first["usage"]["input_tokens_details"]["cached_tokens"] == 0
+    assert second["usage"]["input_tokens_details"]["cached_tokens"] == whole_blocks(second["usage"]["input_tokens"])
+
+
+def test_sixteen_choices_compute_their_prompt_once(cached: Cached) -> None:
+    key = cached.key("choices", "infer", "admin")
+    queried, hit = (cached.metric(f"vllm:prefix_cache_{name}_total", key) for name in ("queries", "hits"))
+    num_prompt, num_cached = cached.usage(key, prompt=TEXT[::-1], n=16)
+    assert num_cached == 0
+    wait_for(
+        lambda: cached.metric("multilora_prefix_cache_queries_total", key) == queried + 16 * num_prompt,
+        "the engine's report",
+    )
+    computed = 16 * num_prompt - (cached.metric("vllm:prefix_cache_hits_total", key) - hit)
+    assert computed <= 1.1 * num_prompt
+
+
+def test_nobody_finds_what_other_tenants_have_asked(cached: Cached) -> None:
+    one, other = cached.key("one"), cached.key("other")
+    assert cached.usage(one, prompt=TEXT[5:], cache_salt="s")[1] == 0
+    for salt in ({}, {"cache_salt": "s"}, {"cache_salt": "one"}):
+        assert cached.usage(other, prompt=TEXT[5:], **salt)[1] == 0
+    num_prompt, num_cached = cached.usage(one, prompt=TEXT[5:], cache_salt="s")
+    assert num_cached == whole_blocks(num_prompt)
+    assert cached.usage(one, prompt=TEXT[5:])[1] == 0
+
+
+@pytest.mark.parametrize("salt", ["", 5, True, ["s"], {"a": 1}, "s" * 257, "s" * 2**20])
+def test_a_wrong_salt_is_a_bad_request(cached: Cached, salt: Any) -> None:
+    key = cached.key("salts")
+    for path, body in (
+        ("/v1/completions", {"prompt": "the"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "the"}]}),
+        ("/v1/responses", {"input": "the"}),
+        ("/v1/embeddings", {"input": "the"}),
+    ):
+        answer = cached.post(path, key, cache_salt=salt, **body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "cache_salt"), answer.text
+
+
+def test_operators_alone_may_reset_it(cached: Cached) -> None:
+    key = cached.key("reset")
+    num_prompt, _ = cached.usage(key, prompt=TEXT[7:])
+    assert cached.post("/reset_prefix_cache", key).status_code == 403
+    assert cached.usage(key, prompt=TEXT[7:])[1] == whole_blocks(num_prompt)
+    assert cached.post("/reset_prefix_cache", cached.key("operator", "admin")).json() == {"status": "ok"}
+    assert cached.usage(key, prompt=TEXT[7:])[1] == 0
