@@ -36,7 +36,7 @@ test-wide:
 
 # Models, engine, HTTP, adapters, documents.
 test-service: $(VENV)/.dev
-	$(PYTEST) tests --ignore tests/ops -n 2 --dist loadfile $(ARGS)
+	$(PYTEST) tests bench --ignore tests/ops -n 2 --dist loadfile $(ARGS)
 
 # Every op's implementations, the kernels for NVIDIA GPUs in Triton's interpreter.
 test-ops: $(VENV)/.dev

@@ -11,8 +11,8 @@ from typing import Any
 
 import httpx
 
-from bench.server_process import Server, start_server
 from bench.workload import BenchRequest, adapter_name
+from tests.support.http.server_process import Server, start_server
 
 REQUEST_LIMIT_SECONDS = 900.0
 

@@ -21,8 +21,8 @@ from rich.progress import Progress
 
 from bench.rounds import forth_and_back
 from bench.server import complete, start, upload
-from bench.server_process import Server
 from bench.workload import NUM_ADAPTERS, adapter_name, make_model, requests
+from tests.support.http.server_process import Server
 
 KV_BYTES = 768 << 20
 ROW_BYTES = 256 << 20

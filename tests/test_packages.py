@@ -279,6 +279,22 @@ def test_no_folder_is_crowded() -> None:
     assert not crowded, crowded
 
 
+def test_bench_and_tests_share_tests_support_alone() -> None:
+    """Neither needs the other, and no module of the wheel needs either."""
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for top, banned in {
+            **dict.fromkeys(("service", "kernels", "adapters"), ("tests", "bench")),
+            **dict.fromkeys(("tests", "examples", "scripts"), ("bench",)),
+            "bench": ("tests",),
+        }.items()
+        for path in (ROOT / top).rglob("*.py")
+        for line, name in _imported(path)
+        if name.split(".")[0] in banned and not (top == "bench" and name.startswith("tests.support."))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 def test_ray_is_imported_by_its_own_modules_alone() -> None:
     """It is an extra: whoever does not ask for it need not have it."""
     files = [path for top in ("service", "kernels", "adapters") for path in (ROOT / top).rglob("*.py")]

@@ -6,7 +6,7 @@ Starts a server of the bundled model on this machine, uploads adapters over HTTP
 about 12 KB of disk for each adapter. The longest that a callback keeps the event loop is noted beside (processor time,
 see `bench.steps.loop_stretches`; what takes less than 1 ms is 0).
 
-`python -m bench.adapters.moves` has requests while names move.
+`python -m tests.api.adapter_routes.moves` has requests while names move.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from bench.adapters.peft_files import adapter_files
 from bench.adapters.poller import polling
 from bench.http.http_client import complete_all
 from bench.rounds import percentile
-from bench.server_process import Server, running_server, wait_for
 from bench.steps import loop_stretches
 from service.settings import BUNDLED_MODEL_DIR
+from tests.support.http.server_process import Server, running_server, wait_for
+from tests.support.peft_files import adapter_files
 
 NUM_SAMPLES = 100
 POLLED = ("/v1/adapters", "/v1/models", "/metrics")

@@ -10,9 +10,9 @@ import threading
 import httpx
 
 from bench.adapters.kill_tenants import NAMES, Tenant
-from bench.adapters.name_changes import Change
-from bench.adapters.peft_files import Files, adapter_files
-from bench.limits import LIMIT_SECONDS
+from tests.support.limits import LIMIT_SECONDS
+from tests.support.name_changes import Change
+from tests.support.peft_files import Files, adapter_files
 
 WITH_TEMPLATE = (1, 3)  # of the contents
 TEMPLATE = ("file", ("chat_template.jinja", b"{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"))

@@ -13,9 +13,9 @@ from pathlib import Path
 import httpx
 
 from bench.adapters.kill_targets import Target, is_whole, replicas_of, settings_of
-from bench.processes import command_line, descendants
-from bench.scale.ray_server import deploy, running_ray
-from bench.server_process import wait_for
+from tests.support.http.server_process import wait_for
+from tests.support.on_ray.own_ray import deploy, running_ray
+from tests.support.processes import command_line, descendants
 
 _HAS_HAPROXY = os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1"
 # What is in the command line of each kind of process.

@@ -15,10 +15,10 @@ from typing import Any
 import httpx
 
 from bench.adapters.kill_tenants import Keys, Tenant
-from bench.limits import LIMIT_SECONDS
-from bench.server_process import Server, start_server, wait_for
 from service.engine.ipc.client import MAX_DEATHS
 from service.settings import BUNDLED_MODEL_DIR
+from tests.support.http.server_process import Server, start_server, wait_for
+from tests.support.limits import LIMIT_SECONDS
 
 MAX_VERSIONS = 3
 # Module of each process but the API's, which is the server's own.

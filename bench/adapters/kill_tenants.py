@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import httpx
 
-from bench.adapters.name_changes import Change, after, changes
-from bench.limits import LIMIT_SECONDS
+from tests.support.limits import LIMIT_SECONDS
+from tests.support.name_changes import Change, after, changes
 
 NAMES = ("one", "two", "three")
 NUM_CONTENTS = 4

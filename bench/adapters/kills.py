@@ -42,8 +42,8 @@ import httpx
 from bench.adapters.kill_clients import Asker, KillClient, Mover, Streamer, upload_files
 from bench.adapters.kill_targets import MAX_VERSIONS, OwnServers, Target
 from bench.adapters.kill_tenants import NUM_CONTENTS, Names, Tenant
-from bench.limits import LIMIT_SECONDS
-from bench.server_process import wait_for
+from tests.support.http.server_process import wait_for
+from tests.support.limits import LIMIT_SECONDS
 
 
 class Run:

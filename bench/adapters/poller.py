@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 import httpx
 
-from bench.limits import LIMIT_SECONDS
+from tests.support.limits import LIMIT_SECONDS
 
 
 @contextmanager

@@ -35,10 +35,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from bench.adapters.__main__ import api_cpu_seconds
-from bench.adapters.peft_files import adapter_files
-from bench.limits import LIMIT_SECONDS
-from bench.server_process import Server, running_server, wait_for
 from service.settings import BUNDLED_MODEL_DIR
+from tests.support.http.server_process import Server, running_server, wait_for
+from tests.support.limits import LIMIT_SECONDS
+from tests.support.peft_files import adapter_files
 
 
 def measure(work_dir: Path, rank: int, num_uploads: int, *, are_deleted: bool) -> dict[str, Any]:

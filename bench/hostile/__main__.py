@@ -23,8 +23,8 @@ import httpx
 
 from bench.hostile.attacks import attacks
 from bench.hostile.target import HOSTILE_ADDRESS, Target
-from bench.server_process import running_server
 from bench.steps import loop_stretches
+from tests.support.http.server_process import running_server
 
 
 @contextmanager

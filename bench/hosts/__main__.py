@@ -21,9 +21,9 @@ from typing import Any
 from bench.hosts.cluster import Cluster
 from bench.hosts.network import hosts
 from bench.hosts.traffic import Traffic
-from bench.limits import LIMIT_SECONDS
-from bench.server_process import wait_for
-from tests.cluster.checkpoints import make_checkpoints
+from tests.support.http.server_process import wait_for
+from tests.support.limits import LIMIT_SECONDS
+from tests.support.on_ray.checkpoints import make_checkpoints
 
 _BEFORE_SECONDS = 5.0
 

@@ -12,9 +12,9 @@ from typing import Any
 import httpx
 
 from bench.hosts.network import SHARED, Host
-from bench.processes import command_line, descendants
-from bench.scale.ray_server import haproxy_command
 from service.ray_serve.haproxy import ENVIRONMENT
+from tests.support.on_ray.own_ray import haproxy_command
+from tests.support.processes import command_line, descendants
 
 _RAY_PORT, _PORT, _DASHBOARD_PORT = 6379, 8000, 8265
 _OBJECT_BYTES = 80 * 2**20

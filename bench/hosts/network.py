@@ -13,7 +13,7 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from bench.limits import LIMIT_SECONDS
+from tests.support.limits import LIMIT_SECONDS
 
 SHARED = "/mnt"
 _NETWORK = "10.93.0."

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from bench.limits import LIMIT_SECONDS
+from tests.support.limits import LIMIT_SECONDS
 
 _NAMES = [f"adapter-{number}" for number in range(4)]
 _STREAM_TOKENS = 600

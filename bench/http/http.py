@@ -29,11 +29,11 @@ from rich.table import Table
 from bench.arguments import facts_of, load_of, parser_of
 from bench.http.http_client import complete_all
 from bench.rounds import cell, forth_and_back, percentile
-from bench.server_process import Server, running_server
 from bench.shapes import BUNDLED, SEED, SHAPES, write_checkpoint
 from bench.steps.in_process import EngineLoad, WarmEngine, build_warm_engine, config_for
 from service.doctor.checks.probe_engine import greedy, run_to_the_end
 from service.engine.ipc.messages import Submit
+from tests.support.http.server_process import Server, running_server
 
 _WORDS = ("quick", "lazy", "seven", "wizards", "boat", "near", "over", "jumps", "oxygen", "brown")
 IN_PROCESS, WHOLE, STREAMED = "in-process", "whole", "streamed"

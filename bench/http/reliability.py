@@ -38,7 +38,7 @@ from pathlib import Path
 import msgspec
 
 from bench.http.reliability_traffic import Client, Seen, work
-from bench.server_process import Server, running_server
+from tests.support.http.server_process import Server, running_server
 
 NUM_CLIENTS = 5
 MIB = 1 << 20

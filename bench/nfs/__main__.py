@@ -28,9 +28,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.adapters.name_changes import State, after, changes
-from bench.limits import LIMIT_SECONDS
 from bench.nfs.machines import Caller, Machine, running
+from tests.support.limits import LIMIT_SECONDS
+from tests.support.name_changes import State, after, changes
 
 _NAMES, _NUM_CONTENTS, _MAX_VERSIONS = ("one", "two", "three"), 4, 3
 _ANEW_BYTES = 512  # of a log: half of it is a few changes

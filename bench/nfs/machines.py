@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.limits import LIMIT_SECONDS
+from tests.support.limits import LIMIT_SECONDS
 
 _ROOT = Path(__file__).resolve().parents[2]
 _STORE = "/store"

@@ -14,9 +14,9 @@ from adapters.errors import AdapterError
 from adapters.files.name_versions import move
 from adapters.store import shared_log
 from adapters.store.store import AdapterStore, StoreLimits
-from bench.adapters.peft_files import adapter_files
 from service.models.layouts import layout_in
 from service.settings import BUNDLED_MODEL_DIR
+from tests.support.peft_files import adapter_files
 
 _REPLACED_BYTES = 8192
 

@@ -40,9 +40,9 @@ from safetensors.torch import save_file
 
 from bench.http.http import processor_seconds
 from bench.http.http_client import complete_all
-from bench.server_process import Server, running_server
 from bench.shapes import SEED, SHAPES, Shape, write_checkpoint
 from tests.support.http.server import ServerOnRay
+from tests.support.http.server_process import Server, running_server
 
 # Head, figure, width, digits.
 _COLUMNS = (

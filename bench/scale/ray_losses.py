@@ -17,9 +17,9 @@ import threading
 import time
 from pathlib import Path
 
-from bench.processes import command_line
 from bench.scale.cluster import Side, Way, parser, serving, write_model
-from bench.server_process import Server, wait_for
+from tests.support.http.server_process import Server, wait_for
+from tests.support.processes import command_line
 
 _REPLICA = b"ray::ServeReplica:multilora:EngineReplica"
 _ENGINE = b"service.engine.process"

@@ -20,8 +20,8 @@ from typing import Any
 import httpx
 
 from bench.http.http_client import complete_all
-from bench.scale.ray_server import deploy, running_ray
-from bench.server_process import running_server
+from tests.support.http.server_process import running_server
+from tests.support.on_ray.own_ray import deploy, running_ray
 
 _ASK = {"model": "calculator", "prompt": "12 + 30", "max_tokens": 1, "temperature": 0, "ignore_eos": True}
 

@@ -18,7 +18,7 @@ import httpx
 
 from bench.adapters.kill_clients import Streamer
 from bench.adapters.kill_tenants import Tenant
-from bench.scale.ray_server import deploy, running_ray
+from tests.support.on_ray.own_ray import deploy, running_ray
 
 _BODY = {"model": "calculator", "prompt": "12 + 30", "max_tokens": 8, "temperature": 0}
 _AFTER_SECONDS = 5.0

@@ -21,7 +21,7 @@ from typing import Any
 
 from bench.http.http_client import complete_all
 from bench.rounds import forth_and_back, percentile
-from bench.server_process import Server, running_server
+from tests.support.http.server_process import Server, running_server
 
 _SEED = 20_26
 _NUM_IDLE = 20

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from bench.server_process import start_server
 from bench.shapes import SHAPES, write_checkpoint
+from tests.support.http.server_process import start_server
 
 # Where Triton keeps compiled kernels.
 _CACHE_VARIABLE = "TRITON_CACHE_DIR"

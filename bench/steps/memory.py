@@ -19,7 +19,6 @@ from typing import Any
 from rich.progress import Progress
 
 from bench.server import complete, delete, pss_bytes, start, upload
-from bench.server_process import Server
 from bench.workload import (
     NUM_ADAPTERS,
     SEED,
@@ -30,6 +29,7 @@ from bench.workload import (
     make_model,
     requests,
 )
+from tests.support.http.server_process import Server
 
 MIB = 1 << 20
 KV_BYTES = 768 * MIB

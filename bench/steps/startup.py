@@ -10,8 +10,8 @@ from typing import Any
 
 from rich.progress import Progress
 
-from bench.server_process import start_server
 from service.settings import BUNDLED_ADAPTERS_DIR
+from tests.support.http.server_process import start_server
 
 NUM_STARTS = 7
 

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 
 from bench.http.http_client import complete_all
 from bench.rounds import forth_and_back, percentile
-from bench.server_process import Server, start_server
 from bench.shapes import BUNDLED
 from bench.steps.fake_engine import VARIABLE
+from tests.support.http.server_process import Server, start_server
 
 _ROOT = Path(__file__).resolve().parents[2]
 

@@ -21,13 +21,13 @@ import httpx
 import pytest
 import yaml
 
-from bench.processes import command_line, descendants, parent
-from tests.cluster.checkpoints import NAMES, make_checkpoints
 from tests.support.blocks import ROOT
 from tests.support.http.client_environments import environment
 from tests.support.http.server import is_alive, on_ray, running_server, standing_still, wait_for
 from tests.support.http.small_disk import filled, small_disk_if_allowed
 from tests.support.limits import LIMIT_SECONDS
+from tests.support.on_ray.checkpoints import NAMES, make_checkpoints
+from tests.support.processes import command_line, descendants, parent
 
 pytestmark = pytest.mark.wide
 

@@ -16,10 +16,10 @@ from typing import Any
 import httpx
 import pytest
 
-from bench.processes import command_line, descendants, parent
-from tests.cluster.checkpoints import NAMES, make_checkpoints
 from tests.support.http.server import Server, is_alive, on_ray, running_server, wait_for
 from tests.support.limits import LIMIT_SECONDS
+from tests.support.on_ray.checkpoints import NAMES, make_checkpoints
+from tests.support.processes import command_line, descendants, parent
 
 pytestmark = pytest.mark.wide
 

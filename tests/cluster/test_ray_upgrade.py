@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from bench.processes import command_line, descendants
 from tests.support.blocks import ROOT
 from tests.support.http.client_environments import environment
 from tests.support.http.server import Server, on_ray, running_server, wait_for
 from tests.support.limits import LIMIT_SECONDS
 from tests.support.models.tiny_models import make_tiny_model
+from tests.support.processes import command_line, descendants
 
 pytestmark = pytest.mark.wide
 

@@ -6,7 +6,6 @@ from collections import Counter
 
 import pytest
 
-from bench.scale import cluster_routing
 from service.cluster.routing import Demand, Replica, Rule, choose, homes_wanted, load_limit, preference
 
 RULE = Rule(bound=1.25, host_tokens=64, disk_tokens=1000, evict_tokens=200, slack_tokens=100)
@@ -114,14 +113,3 @@ def test_demand_is_forgotten_with_time() -> None:
     for second in range(100, 300):
         demand.ask(DIGESTS[second % 50], 10, 8, second, RULE)
     assert demand.ask("hot", 10, 8, 300, RULE) == 1
-
-
-def test_the_simulation_finds_more_adapters_on_the_device_than_chance_and_no_replica_overrun() -> None:
-    flags = "--replicas 16 --adapters 600 --requests 3000 --rows-for 24 --load 0.6 --seed 3"
-    given = cluster_routing.parser().parse_args(flags.split())
-    rules = "multilora", "random", "round-robin (production-stack)"
-    ours, chance, turns = (cluster_routing.simulate(name, given) for name in rules)
-    assert ours.hit_rate >= 1.6 * max(chance.hit_rate, turns.hit_rate)
-    assert ours.disk_loads <= 0.5 * chance.disk_loads
-    assert ours.imbalance <= 1.35
-    assert ours.moved is not None and ours.moved <= 1.3  # few adapters: what must move is uneven

@@ -102,7 +102,7 @@ def _messages(request: Submit, vocab_size: int) -> Iterator[Tokens | Finished]:
 
 
 def _engine(vocab_size: int) -> ReadyEngine | Engines:
-    """Several behind one server where TEST_REPLICAS says so, as in `bench.server_process`."""
+    """Several behind one server where TEST_REPLICAS says so, as in `tests.support.http.server_process`."""
     engines = [ReadyEngine(vocab_size) for _ in range(int(os.environ.get("TEST_REPLICAS", "1")))]
     return Engines(engines) if len(engines) > 1 else engines[0]
 

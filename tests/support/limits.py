@@ -1,5 +1,7 @@
-"""How long a test waits for what must come. No test waits so long where all is well, however slow the machine is."""
+"""How long tests and benchmarks wait for what must come. None waits so long where all is well, however slow the machine
+is.
+"""
 
-from bench.limits import LIMIT_SECONDS
+from __future__ import annotations
 
-__all__ = ["LIMIT_SECONDS"]
+LIMIT_SECONDS = 600.0

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import bisect
-import itertools
 import random
 
 from adapters.memory.eviction import MOST_REMEMBERED, DecayingLfu, HeapDecayingLfu
-from bench.scale.cluster_bounds import hits_of_greedy_dual, hits_of_least_recent, hits_of_worth
 
 
 def _used(worths: DecayingLfu, digest: str, num_uses: int) -> None:
@@ -96,19 +93,3 @@ def test_the_least_costs_no_look_at_all_that_are_there() -> None:
         worths.evict(worths.least())
         worths.add(str(number))
     assert len(num_asked) < 10 * 1000
-
-
-def _requests(*, moves: bool) -> list[int]:
-    """For 200 adapters by Zipf's law; with `moves`, for others by and by."""
-    chance = random.Random(1)
-    weights = list(itertools.accumulate(1 / (one + 1) for one in range(200)))
-    drawn = [bisect.bisect(weights, chance.random() * weights[-1]) for _ in range(8000)]
-    return [(one + number // 2000 * 20) % 200 for number, one in enumerate(drawn)] if moves else drawn
-
-
-def test_more_is_there_than_by_the_last_use_and_by_the_uses_since_it_came() -> None:
-    for moves in (False, True):
-        requests = _requests(moves=moves)
-        hits = hits_of_worth(requests, 20)
-        assert hits > 1.05 * hits_of_least_recent(requests, 20)
-        assert hits > 1.05 * hits_of_greedy_dual(requests, 20)

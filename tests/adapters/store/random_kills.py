@@ -20,7 +20,6 @@ from pathlib import Path
 from adapters.errors import NotFound
 from adapters.files.name_versions import move
 from adapters.store.store import AdapterStore
-from bench.adapters.name_changes import Change, State, after, changes
 from tests.adapters.store.kill_driver import (
     MAX_VERSIONS,
     TENSORS,
@@ -31,6 +30,7 @@ from tests.adapters.store.kill_driver import (
     put,
     whole_adapters,
 )
+from tests.support.name_changes import Change, State, after, changes
 
 NAMES = ("one", "two", "three")
 

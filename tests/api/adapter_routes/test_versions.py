@@ -11,8 +11,8 @@ from typing import Any
 import openai
 import pytest
 
-from bench.adapters import moves
 from service.cli.main import main
+from tests.api.adapter_routes import moves
 from tests.api.conftest import BASE, Checkpoints
 from tests.support.http.server import Server, wait_for
 from tests.support.http.uploads import parts_of, tar_of
@@ -216,7 +216,7 @@ def test_a_stream_ends_on_the_version_that_it_began_with(
 
 
 def test_no_request_fails_while_names_move(server: Server, contents: list[Path]) -> None:
-    """`python -m bench.adapters.moves` has 10,000 requests and 200 moves."""
+    """`python -m tests.api.adapter_routes.moves` has 10,000 requests and 200 moves."""
     outcome = moves.run(server.url, contents, num_requests=600, num_moves=45)
     assert set(outcome.statuses) == {200}
     assert outcome.statuses[200] >= 600

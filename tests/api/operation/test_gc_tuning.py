@@ -28,7 +28,7 @@ from tests.support.limits import LIMIT_SECONDS
 _BESIDE = """
 import ctypes, gc, os, sys, threading, traceback
 from pathlib import Path
-from bench.server_process import wait_for
+from tests.support.http.server_process import wait_for
 
 SIZE, SMALL = 64 << 20, 1 << 16
 settings = {"model_dir": Path(sys.argv[1]), "store_dir": Path(sys.argv[2]), "device": "cpu"}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.adapters.freed_memory import measure
+from tests.api.operation.freed_memory import measure
 
 
 def test_the_engine_gives_back_the_memory_of_adapters_that_are_deleted(

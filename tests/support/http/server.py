@@ -1,4 +1,4 @@
-"""Servers for tests are those of the benchmarks; what tests alone need to know of a process is here.
+"""Servers for tests: those of `server_process.py`, and what tests alone need to know of a process.
 
 With TEST_SERVED_BY=ray in the environment each of them is an application on Ray Serve
 (`tests/support/on_ray/ray_server.py`), so that any test of a server runs through Ray's proxy unchanged. What cannot
@@ -16,12 +16,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench import server_process
-from bench.processes import descendants
-from bench.server_process import Server, wait_for
 from tests.support import compiled_after_ready
+from tests.support.http import server_process
 from tests.support.http.client_environments import environment
+from tests.support.http.server_process import Server, wait_for
 from tests.support.on_ray.through_ray import is_on_ray
+from tests.support.processes import descendants
 
 __all__ = [
     "Server",
@@ -55,7 +55,7 @@ def _chosen() -> dict[str, Any]:
 
 
 def start_server(model_dir: Path | None, work_dir: Path, **settings: Any) -> Server:
-    """See `bench.server_process.start_server`; from now on each test looks whether it has compiled anything."""
+    """See `server_process.start_server`; from now on each test looks whether it has compiled anything."""
     server = server_process.start_server(model_dir, work_dir, **{**_chosen(), **settings})
     compiled_after_ready.watch_log(server.log_path)
     return server
@@ -63,7 +63,7 @@ def start_server(model_dir: Path | None, work_dir: Path, **settings: Any) -> Ser
 
 @contextlib.contextmanager
 def running_server(model_dir: Path | None, work_dir: Path, **settings: Any) -> Iterator[Server]:
-    """See `bench.server_process.running_server`; likewise."""
+    """See `server_process.running_server`; likewise."""
     with server_process.running_server(model_dir, work_dir, **{**_chosen(), **settings}) as server:
         compiled_after_ready.watch_log(server.log_path)
         yield server

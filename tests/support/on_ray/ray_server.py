@@ -88,9 +88,9 @@ def _serve(settings: dict[str, Any], engines: int) -> None:
     import ray
     from ray import serve
 
-    from bench.processes import command_line, descendants
-    from bench.scale.ray_server import start_ray
     from service.ray_serve.app import RayArgs, build
+    from tests.support.on_ray.own_ray import start_ray
+    from tests.support.processes import command_line, descendants
 
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

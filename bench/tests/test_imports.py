@@ -9,9 +9,8 @@ import pytest
 
 import bench
 
-MODULES = sorted(
-    module.name for module in pkgutil.walk_packages(bench.__path__, "bench.") if not module.name.endswith("__main__")
-)
+NAMES = [module.name for module in pkgutil.walk_packages(bench.__path__, "bench.")]
+MODULES = sorted(name for name in NAMES if not name.endswith("__main__") and not name.startswith("bench.tests"))
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -1,7 +1,7 @@
 """Whether what is freed is seen to be freed: the engine's memory before adapters come, while they are there, and after
 they are gone.
 
-    .venv/bin/python -m bench.adapters.freed_memory [--adapters 220] [--rank 16]
+    .venv/bin/python -m tests.api.operation.freed_memory [--adapters 220] [--rank 16]
 
 Uploads adapters of the bundled model, on all projections of all layers, one after the other, has each answer one
 request, and deletes them all. Prints a JSON line.
@@ -16,10 +16,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.adapters.peft_files import adapter_files
-from bench.limits import LIMIT_SECONDS
-from bench.server_process import Server, running_server, wait_for
 from service.settings import BUNDLED_MODEL_DIR
+from tests.support.http.server_process import Server, running_server, wait_for
+from tests.support.limits import LIMIT_SECONDS
+from tests.support.peft_files import adapter_files
 
 MIB = 1 << 20
 # Of the memory at the start.
@@ -70,7 +70,7 @@ def ask(server: Server, model: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.adapters.freed_memory", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.api.operation.freed_memory", description=__doc__)
     parser.add_argument("--adapters", type=int, default=220)
     parser.add_argument("--rank", type=int, default=16)
     arguments = parser.parse_args()

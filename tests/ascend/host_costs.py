@@ -1,6 +1,6 @@
 """What one decode step asks of the host on an Ascend NPU: torch operators, Triton launches, and Python microseconds.
 
-    .venv-ascend/bin/python -m bench.steps.ascend_host [--tokens 1 8 64] [--out bench/out/ascend_host.json]
+    .venv-ascend/bin/python -m tests.ascend.host_costs [--tokens 1 8 64] [--out bench/out/ascend_host.json]
 
 Needs no NPU: runs in the environment of `scripts/test-ascend.sh`. Three parts, none of which a device would change:
 
@@ -29,8 +29,6 @@ from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from bench.workload import OUT
 
 NUM_LAYERS = 36
 PROJECTIONS_8B = {"qkv": (4096, (4096, 1024, 1024)), "o": (4096, (4096,)), "gate/up": (4096, (12288, 12288)),
@@ -176,10 +174,10 @@ def _operators_of_a_step(num_layers: int) -> Counter[str]:
 
 def main() -> None:
     """Print the figures beside their bars and write them as JSON."""
-    parser = argparse.ArgumentParser(prog="python -m bench.steps.ascend_host", description=__doc__,
+    parser = argparse.ArgumentParser(prog="python -m tests.ascend.host_costs", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--out", type=Path, default=OUT / "ascend_host.json")
+    parser.add_argument("--out", type=Path, default=Path("bench/out/ascend_host.json"))
     parser.add_argument(COUNT_ARGUMENT, action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.count_operators:
@@ -202,7 +200,7 @@ def _counted_elsewhere() -> dict[str, Any]:
     """`count_operators` of a process that interprets Triton and finds torch_npu beside the environment."""
     torch_npu = Path(sys.prefix) / "torch_npu"
     others = {"TRITON_INTERPRET": "1", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "PYTHONPATH": f"{Path.cwd()}:{torch_npu}"}
-    command = [sys.executable, "-W", "ignore", "-m", "bench.steps.ascend_host", COUNT_ARGUMENT]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.ascend.host_costs", COUNT_ARGUMENT]
     done = subprocess.run(command, env={**os.environ, **others}, capture_output=True, text=True, check=True)
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found

@@ -24,10 +24,10 @@ from typing import Any
 
 import httpx
 
-from bench.limits import LIMIT_SECONDS
-from bench.processes import children, command_line
+from tests.support.limits import LIMIT_SECONDS
+from tests.support.processes import children, command_line
 
-_ROOT = Path(__file__).resolve().parents[1]
+_ROOT = Path(__file__).resolve().parents[3]
 
 
 def wait_for(condition: Callable[[], Any], what: str) -> Any:

@@ -1,7 +1,7 @@
 """Requests while names move: every one is answered, by the version that was current when it was sent or a newer one.
 
     make serve                                       # in another terminal
-    .venv/bin/python -m bench.adapters.moves         # or --url=..., --requests=10000, --moves=200
+    .venv/bin/python -m tests.api.adapter_routes.moves         # or --url=..., --requests=10000, --moves=200
 
 Uploads the bundled adapters under names of its own, replaces and rolls them back, and deletes them.
 """
@@ -20,8 +20,8 @@ from pathlib import Path
 
 import httpx
 
-from bench.limits import LIMIT_SECONDS
 from service.settings import BUNDLED_ADAPTERS_DIR
+from tests.support.limits import LIMIT_SECONDS
 
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
 
@@ -125,7 +125,7 @@ def _parts(directory: Path) -> list[tuple[str, tuple[str, bytes]]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.adapters.moves", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.api.adapter_routes.moves", description=__doc__)
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--moves", type=int, default=200)

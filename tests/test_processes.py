@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.processes import children, command_line, parent
+from tests.support.processes import children, command_line, parent
 
 
 def test_a_process_that_has_just_ended_has_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

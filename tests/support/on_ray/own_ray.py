@@ -17,7 +17,7 @@ from service.ray_serve.app import RayArgs, build
 from service.ray_serve.haproxy import ENVIRONMENT
 
 _STARTS = 5
-_ROOT = Path(__file__).resolve().parents[2]
+_ROOT = Path(__file__).resolve().parents[3]
 
 
 def start_ray(temp_dir: str, *, num_cpus: int, num_gpus: int = 0) -> None:
