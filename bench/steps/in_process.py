@@ -141,5 +141,6 @@ def config_for(load: EngineLoad, model_dir: Path, has_lora: bool) -> EngineConfi
         # Tables of ranks and scalings are far below the last 5 %.
         "row_bytes": int(1.05 * num_rows * per_row / (1 - EMBEDDINGS_SHARE)) if has_lora else 0,
         "block_size_tokens": block,
+        "prefix_cache": False,  # rounds send the same prompts
     }
     return EngineConfig(model_dir=str(model_dir), store_root=str(model_dir), **(fields | load.engine_fields))

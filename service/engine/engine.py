@@ -51,7 +51,7 @@ from service.engine.loras.prefetch import AdapterLoads
 from service.engine.model.runner import Capacity, Runner
 from service.engine.requests import Event, Requests
 from service.engine.scheduling.kv_blocks import BlockPool
-from service.engine.scheduling.prefix_cache import PrefixCache
+from service.engine.scheduling.prefix_cache import CacheCounts, PrefixCache
 from service.engine.scheduling.scheduler import Scheduler
 from service.engine.sequences.sequence import Sequence
 from service.engine.sequences.slots import Slots
@@ -314,8 +314,10 @@ class Engine:
         return self._launcher.capture_next()
 
     def forget_history(self) -> None:
-        """Reset records and counters, after a warm-up."""
+        """Reset records, counters and the prefix cache, after a warm-up."""
         self.records = StepRecords()
+        self.cache.reset()
+        self.cache.counts = CacheCounts()
         self.runner.captured.forget_history()
 
     def close(self) -> None:
