@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from adapters.errors import AdapterError
 from adapters.store.store import AdapterStore, StoreLimits
 from adapters.upload.staging import Staging
-from adapters.upload.validate import check_headers
+from adapters.upload.validate import bind_header, check_binding
 from service.api.errors import ApiError
 from service.api.http.h11_bounds import BoundedConnection
 from service.api.uploads.multipart import MultipartUpload
@@ -139,13 +139,13 @@ class Targets:
             path.write_bytes(GOOD_TENSORS)
         data = value if isinstance(value, bytes) else json.dumps(value).encode()
         with suppress(AdapterError):
-            check_headers(data, path, LAYOUT, None, None)
+            check_binding(bind_header(data, path, LAYOUT), path, None, None)
 
     def tensors(self, data: bytes) -> None:
         path = self.root / "some-tensors"
         path.write_bytes(data)
         with suppress(AdapterError):
-            check_headers(config_bytes(), path, LAYOUT, None, None)
+            check_binding(bind_header(config_bytes(), path, LAYOUT), path, None, None)
 
     def archive(self, data: bytes) -> None:
         self._num_staged += 1

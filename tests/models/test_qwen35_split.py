@@ -20,7 +20,7 @@ from adapters.peft.binding import bind
 from adapters.peft.config import parse_config
 from adapters.row_plan import plan_rows
 from adapters.store.store import AdapterStore
-from adapters.upload.validate import check_headers
+from adapters.upload.validate import bind_header, check_binding
 from service.models.layouts import layout_of
 from tests.models.test_qwen35 import text_config
 
@@ -140,8 +140,9 @@ def test_ranks_of_parts_that_add_up_to_too_many_are_refused_with_the_sum(tmp_pat
     config.write_text(json.dumps({"peft_type": "LORA", "r": 100, "target_modules": list(SPLIT)}))
     plan = plan_rows(layout, 64 << 20, element_bytes=4, max_rank=256)
     with pytest.raises(RowsExceeded, match=r"rank 300 in .*in_proj_qkv, the sum of 100 \+ 100 \+ 100 of its parts"):
-        check_headers(config.read_bytes(), file, layout, plan, None)
-    assert check_headers(config.read_bytes(), file, layout, replace(plan, max_rank=300), None).slices
+        check_binding(bind_header(config.read_bytes(), file, layout), file, plan, None)
+    binding = bind_header(config.read_bytes(), file, layout)
+    assert check_binding(binding, file, replace(plan, max_rank=300), None).slices
 
 
 AGAIN: dict[str, tuple[dict[str, tuple[int, ...]], Any]] = {
