@@ -43,7 +43,7 @@ def test_tokens_and_uploads_and_requests_count_over_all(tmp_path: Path) -> None:
     third.tenant.take_tokens(40)
     for each in (third, one, other):
         each.exchange()
-        with pytest.raises(LimitReached, match="0 are left"):
+        with pytest.raises(LimitReached, match="0 of your 100 tokens per minute are left"):
             each.tenant.take_tokens(1)
         with pytest.raises(LimitReached, match="3 of your 4 requests"):
             each.tenant.enter(2)
@@ -101,5 +101,5 @@ def test_a_file_that_is_no_server_s_is_passed_over(tmp_path: Path) -> None:
     one.tenant.take_tokens(70)
     one.exchange()
     other.exchange()
-    with pytest.raises(LimitReached, match="30 are left"):
+    with pytest.raises(LimitReached, match="30 of your 100 tokens per minute are left"):
         other.tenant.take_tokens(31)
