@@ -57,7 +57,7 @@ install_venv() {
     # Upstream's triton, which torch's builds for CUDA bring, and bring again with each install, is the same directory.
     "$venv/bin/pip" uninstall -q -y triton
     # Without its dependencies: they would bring another copy of torch's build for a device that is not here.
-    "$venv/bin/pip" install -q --no-deps -c "$constraints" triton-ascend
+    "$venv/bin/pip" install -q --no-deps -c "$constraints" triton-ascend msopmodeling
     # Beside the environment too: where torch finds it, it would be imported along, which fails without CANN.
     rm -rf "$venv/torch_npu"
     "$venv/bin/pip" install -q --no-deps --target "$venv/torch_npu" "$(grep ^torch_npu== "$constraints")"

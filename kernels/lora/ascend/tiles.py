@@ -9,9 +9,9 @@ from kernels.platform import BackendError
 
 # Steps of up to this many (padded) tokens run on the vector cores, larger ones on the cube cores.
 FEW_TOKENS = 64
-# Splits and chunks for the vector cores are multiples of so many inputs and columns, as transfers begin at multiples of
-# 32 bytes.
-SPLIT_GRANULE = 16
+# Splits and chunks for the vector cores are multiples of so many inputs and columns: 128 bytes, the smallest piece of
+# global memory that the chip moves. With 16, more cores work, but on rows that begin and end within pieces.
+SPLIT_GRANULE = 64
 # A whole number of splits seldom fits the cores exactly; none is much smaller, so that a transfer is worth its latency.
 SMALLEST_SPLIT = 96
 # Likewise the fewest columns of a chunk of the output.

@@ -195,8 +195,8 @@ def _judged(which: int, parts: Sequence[tuple[str, float]], max_traffic: float) 
 # which each of a head's four tiles of values reads queries, keys, scores and matrix again. Fewer tiles would be fewer
 # cores: the two heads here are the work of 8 of 20.
 _OF_CHUNKS = (("normed_ptr", 0.75), ("factors_ptr", 0.75), ("matrix_ptr", 0.75), ("scores_ptr", 0.75))
-_PREPARED = (_OF_CHUNKS, 3.1)
-_SCANNED = ((*_OF_CHUNKS, ("out_ptr", 2 * 150 / 158), ("states_ptr", 2 / 4)), 12.2)
+_PREPARED = (_OF_CHUNKS, 3.25)
+_SCANNED = ((*_OF_CHUNKS, ("out_ptr", 2 * 150 / 158), ("states_ptr", 2 / 4)), 12.6)
 _SCANS = {
     **_forms(SCAN, {"three chunks": _judged(SCAN, *_SCANNED), "qwen3.5 9B": _published(SCAN)["qwen3.5 9B"]}),
     "padding": partial(launch, SCAN, Step((70,), (-1,), (True,), (1, 2, 16, 16)), sequence=0),

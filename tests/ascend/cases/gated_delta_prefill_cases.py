@@ -154,10 +154,10 @@ _WALKS = {
     # Each tile of values reads the queries and keys of its head again. With tiles of 64 values 1.07, and 1.64 for the
     # prompt below, but these take 86 % of the unified buffer with 32 heads, without a second copy to load into; and a
     # prompt of two heads would be the work of four cores in place of eight.
-    "qwen3.5 2B": partial(walk, Step((16,), (1,), (True,), QWEN_2B), judge_traffic=True, max_traffic=1.2),
+    "qwen3.5 2B": partial(walk, Step((16,), (1,), (True,), QWEN_2B), judge_traffic=True, max_traffic=1.36),
     "qwen3.5 9B": partial(walk, Step((1, 2), (2, 1), (True, False), QWEN_9B), judge_traffic=True),
     "qwen3.5 27B": partial(walk, Step((1, 1), (0, 1), (False, True), QWEN_27B), judge_traffic=True),
-    "a prompt": partial(walk, Step((100,), (1,), (False,)), judge_traffic=True, max_traffic=2.45),
+    "a prompt": partial(walk, Step((100,), (1,), (False,)), judge_traffic=True, max_traffic=3.4),
     "everything": partial(walk, Step(*MIXED)),
     "longer sequences are left": partial(walk, Step((3, 4), (2, 1), (True, True)), max_tokens=3),
     "other sources": partial(

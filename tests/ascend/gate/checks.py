@@ -71,7 +71,7 @@ def check_scalars(launch: Launch, counts: simulator.Counts) -> None:
 
 
 def check_traffic(launch: Launch, counts: simulator.Counts) -> None:
-    """Rule 4: bytes moved between global memory and the chip, both ways, in the DMA engine's 32-byte blocks."""
+    """Rule 4: bytes moved between global memory and the chip, both ways, in pieces of 128 bytes."""
     loaded = counts.total("load_bytes")
     moved = loaded + counts.total("store_bytes")
     for action, num_bytes, minimum, allowed in (

@@ -1,7 +1,7 @@
 """The chip's device library, as far as the project's kernels call it, modelled on torch.
 
-Each function does what its name and its published source say, and counts what it costs: bytes moved (in 32-byte
-blocks, as the DMA engine moves them), and elements that the library would copy one by one with the scalar unit because
+Each function does what its name and its published source say, and counts what it costs: bytes moved (in the pieces of
+global memory that the chip moves), and elements that the library would copy one by one with the scalar unit because
 strides or alignment do not suit its instructions.
 """
 
@@ -14,9 +14,16 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from tests.ascend.gate.memory import DTYPES, ELEMENT_BYTES, MemRef, SimulationError
+from tests.ascend.gate import timing
+from tests.ascend.gate.memory import DTYPES, ELEMENT_BYTES, MemRef, SimulationError, indices
 
 BLOCK_BYTES = 32
+# Huawei documents that transfers are split into aligned pieces of global memory of these sizes, and that transfers
+# below 16 KB do not reach the full bandwidth. Memory of a tensor begins at a multiple of 512 bytes, as torch_npu
+# allocates it.
+PIECE_BYTES = 128
+LARGER_PIECES_BYTES = (256, 512)
+SHORT_TRANSFER_BYTES = 16 * 1024
 
 
 class Core(Protocol):
@@ -44,26 +51,35 @@ def call(core: Core, name: str, *arguments: Any) -> None:
     for pattern, function in _FUNCTIONS:
         if found := pattern.fullmatch(name):
             function(core, found, *arguments)
+            core.count(
+                "vector_cycles", timing.vector_cycles(name, [one for one in arguments if isinstance(one, MemRef)])
+            )
             return
     raise SimulationError(f"library function not modelled: {name}")
 
 
 # ---------------------------------------------------------------- moving data
 def _count_transfer(core: Core, key: Literal["load", "store"], outside: MemRef) -> None:
-    """Note a transfer by its strided side in global memory, and count it: every burst moves whole 32-byte blocks."""
+    """Note a transfer by its strided side in global memory, and count it: every burst moves all pieces it touches."""
     outside.tensor()  # within bounds, else it says so
     core.touch(key, outside)
-    run = 1
-    if outside.sizes and (outside.strides[-1] == 1 or outside.sizes[-1] == 1):
-        run = outside.sizes[-1]
-        for size, stride in list(zip(outside.sizes, outside.strides, strict=True))[-2::-1]:
-            if stride != run and size != 1:
-                break
-            run *= size
-    bursts = outside.num_elements // max(run, 1)
-    burst_bytes = run * ELEMENT_BYTES[outside.kind]
-    core.count(f"{key}_bytes", bursts * max(BLOCK_BYTES, math.ceil(burst_bytes / BLOCK_BYTES) * BLOCK_BYTES))
+    run, rows = 1, list(zip(outside.sizes, outside.strides, strict=True))
+    while rows and (rows[-1][0] == 1 or rows[-1][1] == run):
+        run *= rows.pop()[0]
+    element_bytes = ELEMENT_BYTES[outside.kind]
+    offsets = indices(tuple(size for size, _ in rows), tuple(stride for _, stride in rows))
+    first = offsets * element_bytes + outside.address
+    last = first + max(run * element_bytes, 1) - 1
+    moved, *larger = (
+        int((last // size - first // size + 1).sum()) * size for size in (PIECE_BYTES, *LARGER_PIECES_BYTES)
+    )
+    core.count(f"{key}_bytes", moved)
+    for size, num_bytes in zip(LARGER_PIECES_BYTES, larger, strict=True):
+        core.count(f"{key}_in_{size}", num_bytes)
     core.count(f"{key}:{outside.storage.owner}", outside.num_bytes)
+    length = "short" if outside.num_bytes < SHORT_TRANSFER_BYTES else "long"
+    core.count(f"{length}_transfers")
+    core.count(f"{key}_effort", timing.transfer_effort(key, outside.num_bytes, moved))
 
 
 def _unsuited(memref: MemRef) -> bool:
@@ -328,8 +344,9 @@ def _fill_l1(_core: Core, _: re.Match[str], *operands: Any) -> None:
 
 @_models(r"mma_tile_(?:float|half|bfloat16_t|int8_t)_to_(?:float|int32_t)(_ta)?(_tb)?\w*")
 def _multiply(
-    _core: Core, found: re.Match[str], a: MemRef, b: MemRef, init: int, m: int, k: int, n: int, c: MemRef, *_rest: Any
+    core: Core, found: re.Match[str], a: MemRef, b: MemRef, init: int, m: int, k: int, n: int, c: MemRef, *_rest: Any
 ) -> None:
+    core.count("cube_cycles", timing.cube_cycles(m, k, n, ELEMENT_BYTES[a.kind]))
     left, right = _from_fractal(a.read()).float(), _from_fractal(b.read()).float()
     left = left.t() if found.group(1) else left
     right = right.t() if found.group(2) else right

@@ -100,7 +100,7 @@ class MemRef:
         return torch.as_strided(flat, self.sizes, self.strides, first)
 
     def _bit_indices(self) -> torch.Tensor:
-        return _indices(tuple(self.sizes), tuple(self.strides)) + (self.base * 8 + self.offset)
+        return indices(tuple(self.sizes), tuple(self.strides)) + (self.base * 8 + self.offset)
 
     def read(self) -> torch.Tensor:
         """The elements; booleans are unpacked (a copy)."""
@@ -189,7 +189,7 @@ def parse_type(text: str) -> MemRefType:
 
 
 @functools.lru_cache(maxsize=256)
-def _indices(sizes: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
+def indices(sizes: tuple[int, ...], strides: tuple[int, ...]) -> torch.Tensor:
     """int64 [sizes]: where each element lies, counted from the first."""
     index = torch.zeros((), dtype=torch.int64)
     for size, stride in zip(sizes, strides, strict=True):

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import torch
 
-from tests.ascend.gate import library
+from tests.ascend.gate import library, timing
 from tests.ascend.gate.memory import DTYPES, MemRef, SimulationError, Storage, contiguous_strides, parse_type
 from tests.ascend.gate.mlir import Op, parse
 from tests.ascend.gate.touches import CORES_PER_PROGRAM, Touches
@@ -191,7 +191,9 @@ class Counts:
     """What a launch did.
 
     per_core  for each block, core kind and lane: "load_bytes" and "store_bytes" (to and from global memory, in whole
-              32-byte blocks), "load:<parameter>", "scalar_load_global:<parameter>", "library_scalar_elements", ...;
+              pieces of 128 bytes), "load_in_256", "load_in_512" and those of stores (in larger pieces),
+              "short_transfers" and "long_transfers" (of 16 KB at least), what `timing` counts, "load:<parameter>",
+              "scalar_load_global:<parameter>", "library_scalar_elements", ...;
               and DEAREST_ITEM, the scalar loads from global memory of the work item that has most
     """
 
@@ -200,6 +202,10 @@ class Counts:
     def total(self, prefix: str) -> int:
         """Sum of all counts whose name begins with the prefix, over all cores."""
         return sum(n for counts in self.per_core.values() for key, n in counts.items() if key.startswith(prefix))
+
+    def estimate_us(self) -> float:
+        """Estimated microseconds of the launch (`timing`)."""
+        return timing.estimate_us(self.per_core)
 
     def largest(self, name: str) -> int:
         """The largest of one count over all cores."""

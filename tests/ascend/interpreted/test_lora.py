@@ -149,7 +149,7 @@ def test_regime_and_grid_follow_from_sizes_alone() -> None:
 PROJECTIONS_8B = ((4096, (4096, 1024, 1024)), (4096, (4096,)), (4096, (12288, 12288)), (12288, (4096,)))
 
 
-@pytest.mark.parametrize(("num_tokens", "num_cores", "fewest"), [(32, 40, 36), (64, 40, 36), (256, 20, 16)])
+@pytest.mark.parametrize(("num_tokens", "num_cores", "fewest"), [(32, 40, 32), (64, 40, 32), (256, 20, 16)])
 def test_every_projection_occupies_the_cores(num_tokens: int, num_cores: int, fewest: int) -> None:
     for in_features, widths in PROJECTIONS_8B:
         regime = tiles.choose(num_tokens, in_features, 40, UNIFIED_BUFFER_BYTES)
@@ -180,6 +180,6 @@ def test_few_tokens_have_few_partial_sums() -> None:
         regime = tiles.choose(num_tokens, 4096, 40, UNIFIED_BUFFER_BYTES)
         assert [regime.num_splits(4096, num_tokens, slices) for slices in (1, 2, 3)] == [11, 11, 11]
     regime = tiles.choose(1, 4096, 40, UNIFIED_BUFFER_BYTES)
-    for widths, num_chunks in [((4096, 1024, 1024), 26 + 7 + 7), ((4096,), 37), ((2048,), 32), ((14336, 14336), 112)]:
+    for widths, num_chunks in [((4096, 1024, 1024), 22 + 6 + 6), ((4096,), 32), ((2048,), 32), ((14336, 14336), 112)]:
         _block, chunk = regime.columns(sum(widths), 1)
         assert sum(-(-width // chunk) for width in widths) == num_chunks
