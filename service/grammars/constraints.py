@@ -13,7 +13,9 @@ from typing import Any, Literal
 
 from service.grammars.closed_objects import TooManyParts, closed
 from service.grammars.json_size import least_chars
-from service.grammars.references import endless_reference, objects_of
+from service.grammars.lark import ConstraintError, from_gbnf, regex_rule, with_policy
+from service.grammars.references import objects_of
+from service.grammars.structural_tags import lark_of_tag
 
 Kind = Literal["json_schema", "regex", "choice", "lark", "grammar", "structural_tag"]
 
@@ -24,18 +26,6 @@ MAX_SCHEMA_VALUES = 1 << 15
 _MAX_PARTS = 4 * MAX_SCHEMA_VALUES
 MAX_CHOICES = 10_000
 MAX_WHITESPACE_PATTERN_CHARS = 200
-_MAX_QUOTED_CHARS = 100
-
-# Between the tokens of JSON: nothing, a blank, or a new line with its indentation. Without an end to it, models that
-# write white space go on with it until the answer is cut off.
-_WHITESPACE = r"[ ]?|\n[ ]{0,32}|\n\t{0,16}"
-# Without \u, by which an object could hold a name twice in two spellings; what it is needed for can stand as it is.
-_ESCAPES = 'nrbtf\\"'
-_ASCII_CLASSES = "dw"
-
-
-class ConstraintError(ValueError):
-    """The constraint is invalid or too large; the message is a sentence's second half."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,61 +146,13 @@ def _lark_text(constraint: Constraint, special_ids: Mapping[str, int]) -> str:
         case "grammar":
             return from_gbnf(constraint.text)
         case "structural_tag":
-            from service.grammars.structural_tags import lark_of_tag
-
             return lark_of_tag(json.loads(constraint.text), special_ids)
         case _:
             return constraint.text
 
 
-def json_rule(schema: Mapping[str, Any] | bool) -> str:
-    """A JSON schema inside of a Lark grammar, with the same policy as a schema by itself."""
-    return f"%json {json.dumps(with_policy(schema))}"
-
-
-def with_policy(schema: Any, whitespace: str | None = None) -> dict[str, Any]:
-    """The schema with our own options in place of any that it brings. ConstraintError for one that refers to itself
-    without end, which the library finds only once an answer has come so far.
-
-    whitespace  see `Constraint`; without any where it is empty
-    """
-    if isinstance(schema, bool):
-        schema = {} if schema else {"not": {}}
-    _refuse_endless(schema)
-    options = {"whitespace_pattern": _WHITESPACE if whitespace is None else whitespace, "lenient": False}
-    if whitespace == "":
-        options = {"whitespace_flexible": False, "lenient": False}
-    return {**schema, "x-guidance": {**options, "coerce_one_of": False, "json_allowed_escapes": _ESCAPES}}
-
-
-def _refuse_endless(schema: dict[str, Any]) -> None:
-    reference = endless_reference(schema)
-    if reference is not None:
-        raise ConstraintError(
-            f"holds the `$ref` {reference[:_MAX_QUOTED_CHARS]!r}, which refers to itself without end; let it refer to "
-            "a schema that says what may stand there"
-        )
-
-
 def _lark(text: str) -> str:
     return json.dumps({"grammars": [{"lark_grammar": text}]})
-
-
-def regex_rule(pattern: str) -> str:
-    """A regular expression inside of a Lark grammar: between slashes, `\\d` and `\\w` of ASCII, as in JSON schemas."""
-    from llguidance import regex_to_lark
-
-    return f"/{regex_to_lark(pattern, _ASCII_CLASSES)}/"
-
-
-def from_gbnf(text: str) -> str:
-    """A grammar of GBNF or of Lark as one of Lark. ConstraintError for GBNF that cannot be read."""
-    from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
-
-    try:
-        return any_to_lark(text)
-    except (GbnfToLarkError, RecursionError) as error:
-        raise ConstraintError(f"is no grammar of GBNF: {error}") from error
 
 
 def _parsed(given: Any) -> Any:

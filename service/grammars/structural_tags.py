@@ -5,15 +5,12 @@ Where a text of a tag is that of a special token, the token itself stands in the
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from service.grammars.constraints import ConstraintError, from_gbnf, json_rule, regex_rule
+from service.grammars.lark import ANY, ConstraintError, Lark, from_gbnf, json_rule, regex_rule
 
 _MAX_DEPTH = 32
-_ANY = r"/(.|\n)*/"
 
 
 def lark_of_tag(tag: Mapping[str, Any], special_ids: Mapping[str, int]) -> str:
@@ -24,14 +21,9 @@ def lark_of_tag(tag: Mapping[str, Any], special_ids: Mapping[str, int]) -> str:
     legacy = tag.get("structures"), tag.get("triggers")
     if (not tag.get("format")) == (legacy == (None, None)):
         raise ConstraintError("must have `structures` and `triggers`, or else `format`")
-    lark = _Lark(special_ids)
+    lark = _TagRules(special_ids)
     start = lark.format(tag.get("format") or _of_structures(*legacy), 0)
     return "\n".join([f"start: {start}", *lark.rules])
-
-
-def text_rule(text: str, special_ids: Mapping[str, int]) -> str:
-    """A text in a Lark rule, with special tokens where it holds theirs."""
-    return " ".join(_pieces(text, special_ids)) or '""'
 
 
 def _of_structures(structures: Any, triggers: Any) -> dict[str, Any]:
@@ -50,12 +42,8 @@ def _of_structures(structures: Any, triggers: Any) -> dict[str, Any]:
     return {"type": "triggered_tags", "triggers": triggers, "tags": tags}
 
 
-class _Lark:
-    """Rules of a grammar in the making."""
-
-    def __init__(self, special_ids: Mapping[str, int]) -> None:
-        self.rules: list[str] = []
-        self._special_ids = special_ids
+class _TagRules(Lark):
+    """The rules of a structural tag."""
 
     def format(self, given: Any, depth: int, end: str | None = None) -> str:
         """The expression of a format in a rule, which includes `end` where that follows."""
@@ -63,9 +51,9 @@ class _Lark:
             raise ConstraintError(f"is nested more than {_MAX_DEPTH} levels deep")
         kind = _of(given, "type", str)
         makes: dict[str, Callable[[Any, int], str]] = {
-            "const_string": lambda one, _: self._text(_of(one, "value", str)),
-            "json_schema": lambda one, _: self._rule(json_rule(_schema(one))),
-            "regex": lambda one, _: self._rule(regex_rule(_of(one, "pattern", str))),
+            "const_string": lambda one, _: self.text(_of(one, "value", str)),
+            "json_schema": lambda one, _: self.rule(json_rule(_schema(one))),
+            "regex": lambda one, _: self.rule(regex_rule(_of(one, "pattern", str))),
             "grammar": lambda one, _: self._grammar(_of(one, "grammar", str)),
             "sequence": self._sequence,
             "or": self._or,
@@ -75,38 +63,21 @@ class _Lark:
         }
         if kind == "any_text":
             _known(given, "type")
-            return self._any_text(end)
+            return self.up_to(end) if end else self.rule(ANY)
         if kind not in makes:
             raise ConstraintError(f"has the format {kind[:40]!r}; known are any_text, {', '.join(makes)}")
         _known(given, "type", *_FIELDS[kind])
         made = makes[kind](given, depth)
-        return made if end is None else f"{made} {self._text(end)}"
-
-    def _rule(self, body: str, options: str = "") -> str:
-        name = f"part_{len(self.rules)}"
-        self.rules.append(f"{name}{options}: {body}")
-        return name
-
-    def _text(self, text: str) -> str:
-        return text_rule(text, self._special_ids)
-
-    def _any_text(self, end: str | None) -> str:
-        """Any text; up to the first `end`, if there is one."""
-        pieces = _pieces(end or "", self._special_ids)
-        if not pieces:
-            return self._rule(_ANY)
-        if pieces[0].startswith("<"):  # a special token ends any text
-            return f"{self._rule(_ANY)} {' '.join(pieces)}"
-        return " ".join([self._rule(f"{_ANY} {pieces[0]}", "[lazy]"), *pieces[1:]])
+        return made if end is None else f"{made} {self.text(end)}"
 
     def _sequence(self, one: Any, depth: int) -> str:
         elements = _list(one.get("elements"), "elements")
         if any(_of(element, "type", str) == "any_text" for element in elements[:-1]):
             raise ConstraintError("has any_text in a sequence before its end; put it into a tag, whose `end` ends it")
-        return self._rule(" ".join(self.format(element, depth + 1) for element in elements))
+        return self.rule(" ".join(self.format(element, depth + 1) for element in elements))
 
     def _or(self, one: Any, depth: int) -> str:
-        return self._rule(
+        return self.rule(
             " | ".join(self.format(element, depth + 1) for element in _list(one.get("elements"), "elements"))
         )
 
@@ -114,12 +85,12 @@ class _Lark:
         """A tag; `begun` is how much of its beginning stands there already."""
         begin = _of(one, "begin", str).removeprefix(begun)
         content = self.format(one.get("content"), depth + 1, _of(one, "end", str))
-        return self._rule(f"{self._text(begin)} {content}")
+        return self.rule(f"{self.text(begin)} {content}")
 
     def _grammar(self, text: str) -> str:
         """Rules of another grammar, whose names must not meet ours."""
         lark = from_gbnf(text)
-        return self._rule(f"%lark {{\n{lark}\n}}")
+        return self.rule(f"%lark {{\n{lark}\n}}")
 
     def _triggered_tags(self, one: Any, depth: int) -> str:
         triggers = _list(one.get("triggers"), "triggers")
@@ -133,39 +104,25 @@ class _Lark:
             if not matching:
                 raise ConstraintError(f"has the tag {begin[:40]!r}, which begins with none of the triggers")
             by_trigger[max(matching, key=len)].append(tag)
-        text = self._free_text(triggers)
+        text = self.without(*triggers)
         groups = [self._triggered(trigger, tags, depth) for trigger, tags in by_trigger.items() if tags]
-        any_tag = self._rule(" | ".join(groups))
+        any_tag = self.rule(" | ".join(groups))
         if one.get("stop_after_first"):
-            return any_tag if one.get("at_least_one") else self._rule(f"{any_tag} | {text}")
-        return self._rule(f"({any_tag}){'+' if one.get('at_least_one') else '*'} {text}")
-
-    def _free_text(self, triggers: Sequence[str]) -> str:
-        """Any text without a trigger. Special tokens are none of it anyway."""
-        texts = [re.escape(trigger) for trigger in triggers if not self._is_special(trigger)]
-        name = f"TEXT_{len(self.rules)}"
-        without = "".join(rf" & ~/(.|\n)*{regex_rule(text)[1:-1]}(.|\n)*/" for text in texts)
-        self.rules.append(f"{name}: {_ANY}{without}")
-        return name
+            return any_tag if one.get("at_least_one") else self.rule(f"{any_tag} | {text}")
+        return self.rule(f"({any_tag}){'+' if one.get('at_least_one') else '*'} {text}")
 
     def _triggered(self, trigger: str, tags: Sequence[Any], depth: int) -> str:
         """Free text, the trigger, and what may follow it."""
-        followed = self._rule(" | ".join(self._tag(tag, depth + 1, trigger) for tag in tags))
-        if self._is_special(trigger):
-            return self._rule(f"{self._rule(_ANY)} {self._text(trigger)} {followed}")
-        head = self._rule(f"{_ANY} {self._text(trigger)}", "[lazy]")
-        return self._rule(f"{head} {followed}")
-
-    def _is_special(self, text: str) -> bool:
-        return _pieces(text, self._special_ids)[0].startswith("<")
+        followed = self.rule(" | ".join(self._tag(tag, depth + 1, trigger) for tag in tags))
+        return self.rule(f"{self.up_to(trigger)} {followed}")
 
     def _tags_with_separator(self, one: Any, depth: int) -> str:
         tags = [self._tag(tag, depth + 1) for tag in _list(one.get("tags"), "tags")]
-        any_tag = self._rule(" | ".join(tags))
+        any_tag = self.rule(" | ".join(tags))
         several = any_tag
         if not one.get("stop_after_first"):
-            several = self._rule(f"{any_tag} ({self._text(_of(one, 'separator', str))} {any_tag})*")
-        return several if one.get("at_least_one") else self._rule(f"({several})?")
+            several = self.rule(f"{any_tag} ({self.text(_of(one, 'separator', str))} {any_tag})*")
+        return several if one.get("at_least_one") else self.rule(f"({several})?")
 
 
 # Fields of each format beside its type.
@@ -180,19 +137,6 @@ _FIELDS = {
     "triggered_tags": ("triggers", "tags", "at_least_one", "stop_after_first"),
     "tags_with_separator": ("tags", "separator", "at_least_one", "stop_after_first"),
 }
-
-
-def _pieces(text: str, special_ids: Mapping[str, int]) -> list[str]:
-    """Literals and special tokens, in order."""
-    if not text:
-        return []
-    names = sorted(special_ids, key=len, reverse=True)
-    parts = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
-    return [
-        f"<[{special_ids[part]}]>" if part in special_ids else json.dumps(part, ensure_ascii=False)
-        for part in parts
-        if part
-    ]
 
 
 def _schema(one: Any) -> Any:

@@ -271,7 +271,7 @@ def _text(lark: Lark, value: Mapping[str, Any]) -> str:
     least, most = value.get("minLength", 0), value.get("maxLength")
     if not least and most is None:
         return lark.up_to("\n" + _END_OF_PARAMETER)
-    return f"{lark.without(_END_OF_PARAMETER, least, most)} {_END_OF_VALUE}"
+    return f"{lark.without(_END_OF_PARAMETER, least=least, most=most)} {_END_OF_VALUE}"
 
 
 _FORMS: dict[str, _Form] = {

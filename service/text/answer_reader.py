@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from service.text.calls.call_parser import Arguments, Begun, Call, CallParser, Found, Tools, find_mark
+from service.text.calls.call import Arguments, Begun, Call, Found
+from service.text.calls.call_parser import CallParser, Tools, find_mark
 from service.text.calls.formats import CallFormat
 
 THINK, END_OF_THOUGHT = "<think>", "</think>"

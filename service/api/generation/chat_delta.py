@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from service.text.answer_reader import AnswerReader, ParserConfig, Thought
-from service.text.calls.call_parser import Arguments, Begun, Call
+from service.text.calls.call import Arguments, Begun, Call
 
 
 class ChatFormatter:

@@ -1,46 +1,20 @@
-"""The tool call, and the parts that parsers of all formats share."""
+"""The parser of tool calls that all formats share."""
 
 from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from service.text.calls.feeds import Feed
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call. `arguments` is the text of a JSON object, as far as the model has written one."""
-
-    name: str
-    arguments: str
-
-
-@dataclass(frozen=True)
-class Begun:
-    """A call of which more follows: its `Arguments`, up to the next of anything else."""
-
-    name: str
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """A piece of the arguments of the call that was begun last."""
-
-    text: str
-
+from service.text.calls.call import Arguments, Begun, Call, Found
+from service.text.calls.feeds import Feed
 
 # JSON schemas of the arguments of the tools that there are, by name.
 Tools = Mapping[str, Mapping[str, Any]]
 # A text that comes at once is read in pieces, so that what is held outside of calls stays short.
 _PIECE_CHARS = 1 << 12
-# A parser's result: text that is none of a call, a call, or a part of one.
-Found = str | Call | Begun | Arguments
 
 
 class CallParser(ABC):

@@ -12,7 +12,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Sequence
 
-from service.text.calls.call_parser import Arguments, Begun, Call, Found
+from service.text.calls.call import Arguments, Begun, Call, Found
 from service.text.calls.json_reader import JsonReader
 from service.text.calls.json_text import is_object
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Container
 
-from service.text.calls.call_parser import BlankScanner, Call, CallParser, find_mark, num_of_mark
+from service.text.calls.call import Call
+from service.text.calls.call_parser import BlankScanner, CallParser, find_mark, num_of_mark
 from service.text.calls.feeds import Feed, JsonFeed
 from service.text.calls.json_reader import JsonReader
 from service.text.calls.json_text import BETWEEN, calls_in, head, named

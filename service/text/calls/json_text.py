@@ -7,7 +7,7 @@ import re
 from functools import partial
 from typing import Any
 
-from service.text.calls.call_parser import Call
+from service.text.calls.call import Call
 from service.text.calls.json_reader import mended
 from service.text.calls.pythonic import python_value
 from service.text.calls.value_kinds import kind_of_value

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from service.text.calls.call_parser import BlankScanner, Call, CallParser, find_mark
+from service.text.calls.call import Call
+from service.text.calls.call_parser import BlankScanner, CallParser, find_mark
 from service.text.calls.feeds import Feed, JsonFeed
 from service.text.calls.json_reader import JsonReader
 from service.text.calls.json_text import calls_in, head, named

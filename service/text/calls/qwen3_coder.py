@@ -5,13 +5,15 @@ Values are not JSON's: a text stands there as it is. So the tool's schema tells 
 
 from __future__ import annotations
 
+import json
 import re
 
-from service.text.calls.call_parser import BlankScanner, Call, CallParser, find_mark
-from service.text.calls.feeds import Feed
+from service.text.calls import xml_spelling as xml
+from service.text.calls.call import Arguments, Begun, Call, Found
+from service.text.calls.call_parser import BlankScanner, CallParser, Tools, find_mark, num_of_mark
+from service.text.calls.feeds import MAX_HEAD_CHARS, Feed
 from service.text.calls.hermes import JsonScanner, json_calls, json_feed
-from service.text.calls.qwen3_coder_pieces import XmlFeed
-from service.text.calls.xml_spelling import END, END_OF_FUNCTION, END_OF_PARAMETER, FUNCTION, PARAMETER, START
+from service.text.calls.value_kinds import Kinds, Listed
 
 
 class Qwen3CoderParser(CallParser):
@@ -22,35 +24,37 @@ class Qwen3CoderParser(CallParser):
     def _find_start(self, held: str) -> tuple[int, bool]:
         if self._is_bare:  # the second mark behind a call that has no first one is nobody's
             rest = held.lstrip()
-            if END.startswith(rest[: len(END)]):
-                return len(held) - len(rest), rest.startswith(END)
+            if xml.END.startswith(rest[: len(xml.END)]):
+                return len(held) - len(rest), rest.startswith(xml.END)
             self._is_bare = False
-        return min((find_mark(held, mark) for mark in (START, FUNCTION)), key=lambda found: (found[0], not found[1]))
+        return min(
+            (find_mark(held, mark) for mark in (xml.START, xml.FUNCTION)), key=lambda found: (found[0], not found[1])
+        )
 
     def _enter(self) -> None:
-        self._is_bare = self._held.startswith(FUNCTION)
-        self._blanks = BlankScanner(0 if self._is_bare else len(START))
+        self._is_bare = self._held.startswith(xml.FUNCTION)
+        self._blanks = BlankScanner(0 if self._is_bare else len(xml.START))
         self._scanner: _XmlScanner | JsonScanner | None = None
 
     def _find_end(self, held: str) -> int | None:
-        if held.startswith(END):
-            return len(END)
+        if held.startswith(xml.END):
+            return len(xml.END)
         if self._scanner is None:
             start = self._blanks.end(held)
             if start is None:
                 return None
-            xml = _XmlScanner(END_OF_FUNCTION if self._is_bare else END)
-            self._scanner = JsonScanner(start) if held[start] in "{[" else xml
+            mark = xml.END_OF_FUNCTION if self._is_bare else xml.END
+            self._scanner = JsonScanner(start) if held[start] in "{[" else _XmlScanner(mark)
         return self._scanner.end(held)
 
     def _make_feed(self) -> Feed | None:
-        start = None if self._held.startswith(END) else self._blanks.end(self._held)
+        start = None if self._held.startswith(xml.END) else self._blanks.end(self._held)
         if start is None:
             return None
         return json_feed(self._tools) if self._held[start] in "{[" else XmlFeed(self._tools, is_bare=self._is_bare)
 
     def _calls(self, text: str, *, is_cut: bool) -> list[Call] | None:
-        return [] if text == END else json_calls(text, is_cut=is_cut) if text.startswith(START) else None
+        return [] if text == xml.END else json_calls(text, is_cut=is_cut) if text.startswith(xml.START) else None
 
 
 class _XmlScanner:
@@ -58,21 +62,147 @@ class _XmlScanner:
 
     def __init__(self, mark: str) -> None:
         self._mark = mark
-        self._outside = re.compile(f"{re.escape(PARAMETER)}|{re.escape(mark)}")
+        self._outside = re.compile(f"{re.escape(xml.PARAMETER)}|{re.escape(mark)}")
         self._at, self._is_inside = 0, False
 
     def end(self, held: str) -> int | None:
         """Where the mark ends, None if it is not there yet. `held` is what it was, with more behind it."""
         while True:
             if self._is_inside:
-                start = held.find(END_OF_PARAMETER, self._at)
-                end = start + len(END_OF_PARAMETER)
+                start = held.find(xml.END_OF_PARAMETER, self._at)
+                end = start + len(xml.END_OF_PARAMETER)
             else:
                 match = self._outside.search(held, self._at)
                 start, end = match.span() if match is not None else (-1, 0)
                 if match is not None and match.group() == self._mark:
                     return end
             if start < 0:
-                self._at = max(self._at, len(held) - len(END_OF_PARAMETER) + 1)
+                self._at = max(self._at, len(held) - len(xml.END_OF_PARAMETER) + 1)
                 return None
             self._at, self._is_inside = end, not self._is_inside
+
+
+_NAMED = re.compile(rf"(?:{xml.START})?{xml.NAMED.pattern}")
+
+
+def _beginning(mark: str) -> str:
+    """A regular expression of one or more characters that a mark begins with."""
+    written = ""
+    for char in reversed(mark):
+        written = re.escape(char) + (f"(?:{written})?" if written else "")
+    return written
+
+
+# At the end of a text: what may end the last parameter of a call where its own mark is missing.
+_MAY_END = re.compile(
+    rf"\n?(?:{xml.END_OF_FUNCTION}\s{{0,64}}(?:{_beginning(xml.END)}\s{{0,64}})?|{_beginning(xml.END_OF_FUNCTION)})?\Z"
+)
+_ENDS = re.compile(rf"\n?(?:{xml.END_OF_FUNCTION}\s*(?:{xml.END})?|{xml.END})\s*\Z")
+_NOTHING_LISTED: Listed = ()
+
+
+class XmlFeed(Feed):
+    """A parameter is given out when it is complete, and one that is a text by its schema as it is written."""
+
+    def __init__(self, tools: Tools, *, is_bare: bool) -> None:
+        super().__init__(xml.END, _NAMED, tools)
+        self._schemas, self._is_bare = tools, is_bare
+        self._kinds_of = Kinds({})
+        self._names: set[str] = set()
+        # Name of the parameter whose value comes next.
+        self._key: str | None = None
+        self._kinds, self._listed = frozenset[str](), _NOTHING_LISTED
+        self._is_text = self._has_begun = False
+        self._scanned = 0
+
+    def _grow(self, held: str) -> list[Found] | None:
+        if self._key is not None:
+            return self._value(held)
+        if not self._is_open:
+            return self._begin(held)
+        end = self._at + MAX_HEAD_CHARS
+        if (parameter := xml.PARAMETER_HEAD.match(held, self._at, end)) is not None:
+            return self._enter(held, parameter.group("key").strip(), parameter.end())
+        if (closing := xml.CLOSING.match(held, self._at, end)) is not None:
+            self._at = closing.end()
+            return [Arguments(self._close())]
+        return None
+
+    def _begin(self, held: str) -> list[Found] | None:
+        start = self._at if self._given or self._is_bare else len(xml.START)
+        opening = xml.OPENING.match(held, start, start + MAX_HEAD_CHARS)
+        if opening is None or (self._is_bare and opening["name"] not in self._tools):
+            return None
+        self._at, self._is_open, self._names = opening.end(), True, set()
+        self._kinds_of = Kinds(self._schemas.get(opening["name"], {}))
+        return [Begun(opening["name"])]
+
+    def _enter(self, held: str, key: str, at: int) -> list[Found] | None:
+        """A parameter's value begins at `at`, or with the line break there: that must be seen."""
+        if at == len(held):
+            return None
+        self._key, (self._kinds, self._listed), self._has_begun = key, self._kinds_of.of_and_listed(key), False
+        self._is_text = self._kinds == {"string"} and not self._listed
+        self._at = self._scanned = at + held.startswith("\n", at)
+        return []
+
+    def _value(self, held: str) -> list[Found] | None:
+        num_chars, is_whole = find_mark(held[self._scanned :], xml.END_OF_PARAMETER)
+        self._scanned += num_chars
+        if is_whole:
+            # The last line break belongs to the mark.
+            end = self._scanned - (held[self._at : self._scanned].endswith("\n"))
+            found = self._valued(held[self._at : end])
+            self._at = self._scanned + len(xml.END_OF_PARAMETER)
+            return found
+        if not self._is_text:
+            return None
+        may_end = _MAY_END.search(held, self._at, self._scanned)
+        end = self._scanned if may_end is None else may_end.start()
+        if end <= self._at:
+            return None
+        value, self._at = held[self._at : end], end
+        return [Arguments(self._member(json.dumps(value, ensure_ascii=False)[1:-1]))]
+
+    def _valued(self, value: str) -> list[Found]:
+        """The rest of a parameter's value."""
+        if self._is_text:
+            shown = self._member(json.dumps(value, ensure_ascii=False)[1:-1]) + '"'
+        else:
+            shown = self._member(xml.json_of_value(value, self._kinds, self._listed))
+        self._names.add(self._key or "")
+        self._key = None
+        return [Arguments(shown)]
+
+    def _end(self, text: str, *, is_cut: bool) -> list[Found]:
+        start, self._at, self._is_open = self._at, len(text), False
+        rest = text[start:]
+        if self._key is None:
+            if is_cut:
+                return []
+            written = rest.strip()
+            return [Arguments(self._close() if self._mark.startswith(written) else rest)]
+        ends = None if is_cut else _ENDS.search(rest)
+        if ends is None:
+            return [Arguments(self._part(rest[: len(rest) - num_of_mark(rest, xml.END_OF_PARAMETER)]))]
+        return [*self._valued(rest[: ends.start()]), Arguments(self._close())]
+
+    def _part(self, value: str) -> str:
+        """The present part of a value that is cut off. The last line break belongs to the mark."""
+        value = value.removesuffix("\n")
+        if self._is_text:
+            return self._member(json.dumps(value, ensure_ascii=False)[1:-1])
+        is_text = not value.startswith(("[", "{")) and (not self._kinds or "string" in self._kinds)
+        return self._member(json.dumps(value, ensure_ascii=False)[:-1] if is_text else value)
+
+    def _close(self) -> str:
+        self._is_open = False
+        return "}" if self._names else "{}"
+
+    def _member(self, written: str) -> str:
+        """The value, or a part of it, with what stands before it in the object."""
+        if self._has_begun:
+            return written
+        self._has_begun = True
+        before, quote = ", " if self._names else "{", '"' if self._is_text else ""
+        return f"{before}{json.dumps(self._key, ensure_ascii=False)}: {quote}{written}"

@@ -17,13 +17,12 @@ from service.grammars.constraints import (
     Constraint,
     ConstraintError,
     choice_constraint,
-    json_rule,
     schema_constraint,
     tag_constraint,
     text_constraint,
 )
+from service.grammars.lark import Lark, json_rule
 from service.grammars.matching import GrammarError, TokenTable, compile_grammar
-from service.grammars.structural_tags import text_rule
 from service.grammars.tool_calls import lark_of_thoughts
 from service.grammars.trial import ENGINE_STACK_BYTES, GrammarTrial
 from tests.support.http.noted_children import noted_children
@@ -219,7 +218,7 @@ SAID: dict[str, tuple[Constraint, tuple[str, ...], tuple[str, ...]]] = {
     "special text is text": (choice_constraint(["<|im_end|>"]), ("<|im_end|>",), ("",)),
     "special token": (text_constraint("lark", "start: <[2]> /a/"), (f"{SPECIAL}a",), ("a", "<|im_start |>a")),
     "text of a token": (
-        text_constraint("lark", "start: " + text_rule(f"a{SPECIAL}b", {SPECIAL: 2})), (f"a{SPECIAL}b",), ("ab",),
+        text_constraint("lark", "start: " + Lark({SPECIAL: 2}).text(f"a{SPECIAL}b")), (f"a{SPECIAL}b",), ("ab",),
     ),
     "structures": (
         tag(type="structural_tag", triggers=["<f="], structures=[

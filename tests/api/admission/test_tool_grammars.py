@@ -20,7 +20,7 @@ from service.grammars.constraints import ConstraintError, grammar_of, text_const
 from service.grammars.matching import TokenTable, compile_grammar
 from service.grammars.tool_calls import lark_of_calls
 from service.text.answer_reader import AnswerReader, ParserConfig, Said, Thought
-from service.text.calls.call_parser import Call
+from service.text.calls.call import Call
 from service.text.calls.formats import FORMATS
 from service.text.tokenizer import TextTokenizer
 from tests.api.conftest import BASE, Checkpoints

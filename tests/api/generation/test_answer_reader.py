@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.text.answer_reader import AnswerReader, ParserConfig, Said, Thought
-from service.text.calls.call_parser import Arguments, Begun, Call
+from service.text.calls.call import Arguments, Begun, Call
 from service.text.calls.formats import FORMATS, format_of_template
 
 _INTEGER = {"type": "integer"}

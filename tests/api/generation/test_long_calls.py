@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from service.text.calls.call_parser import Arguments, Begun, BlankScanner, Call
+from service.text.calls.call import Arguments, Begun, Call
+from service.text.calls.call_parser import BlankScanner
 from service.text.calls.hermes import START, HermesParser, json_feed
-from service.text.calls.pythonic_pieces import PythonicFeed
+from service.text.calls.lfm2 import PythonicFeed
 
 CALL = '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
 

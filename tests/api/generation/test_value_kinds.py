@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from service.text.answer_reader import AnswerReader, ParserConfig
-from service.text.calls.call_parser import Arguments, Begun, Call
+from service.text.calls.call import Arguments, Begun, Call
 from service.text.calls.formats import FORMATS
 from service.text.calls.value_kinds import Kinds
 
