@@ -26,6 +26,9 @@ pytestmark = [
     pytest.mark.skipif(not linalg_cpu.available(), reason="NOT EXECUTED: mlir-19-tools or clang-19 is missing"),
 ]
 NUM_DRAWN = 3
+SCALING = "tl.load(scalings + slice_index * num_places + place)"
+SCALING_OF_SEGMENT = SCALING.replace("place)", "segment)")
+ADDED = "deltas += tl.where((members == t)[:, None], delta[None, :], 0.0)"
 
 
 def found(module: ModuleType, function: str, before: str, after: str) -> Mutant:
@@ -48,6 +51,21 @@ def replaced(module: ModuleType, function: str, before: str, after: str) -> Muta
 
 
 MISSED = {
+    "a scaling by segment": (
+        lora, "packed", replaced(lora, "lora_shrink_few", SCALING, SCALING_OF_SEGMENT), "h_ptr"
+    ),
+    "a scaling by segment on the cube": (
+        lora, "packed", replaced(lora, "lora_shrink_many", SCALING, SCALING_OF_SEGMENT), "h_ptr"
+    ),
+    "a window's scaling by segment": (
+        window, "packed", replaced(window, "lora_expand_window_few", SCALING, SCALING_OF_SEGMENT), "product_ptr"
+    ),
+    "deltas rounded after each block of ranks": (
+        lora, "cancelling",
+        replaced(lora, "lora_expand_few", ADDED,
+                 f"deltas = (deltas + {ADDED.partition('= ')[2]}).to(out_ptr.dtype.element_ty).to(tl.float32)"),
+        "out_ptr",
+    ),
     # Two cores work on the head and the state of a sequence that begins with the second one's tile.
     "a neighbour's sequence": (
         conv, "sequences that begin with a tile", found(conv, "conv_prefill", "starts < stop", "starts <= stop"),
