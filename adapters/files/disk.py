@@ -75,8 +75,8 @@ class StoreFiles:
         except OSError:
             self._lock.close()
             raise StoreBusy(
-                "Another server uses this adapter store; stop it, give this one a store of its own, or let all servers "
-                "of the store share it (--store-shared true)."
+                "Another server uses this adapter store; stop it, give this one a store of its own (--store-dir), or "
+                "let all servers of the store share it (--store-shared true)."
             ) from None
 
     def close(self) -> None:
