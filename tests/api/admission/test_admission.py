@@ -382,6 +382,9 @@ def test_many_log_probabilities_are_written_beside_the_loop(
         runs = (SimpleNamespace(num_prompt_tokens=1),)
         num_completion_tokens = num_tokens
 
+        def num_cached_tokens(self, _num_choices: int) -> int:
+            return 0
+
         async def collect(self) -> list[OutputChunk]:
             return [piece]
 
