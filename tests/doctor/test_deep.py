@@ -187,7 +187,7 @@ def test_a_report_of_another_model_or_version_or_garbage_is_not_gone_on_with(mee
 
 
 def test_a_killed_command_is_resumed(meeting: Meeting) -> None:
-    """What had its answer is not asked again; the step at work, whose process went too, is begun anew."""
+    """Steps with an answer are not run again; the step that was running, whose process ended too, starts anew."""
     with meeting.start("works,waits") as command, (meeting.directory / "gate").open() as gate:
         assert gate.readline() == "here\n"
         command.kill()

@@ -1450,7 +1450,7 @@ def test_a_saved_module_that_repeats_the_base_is_no_fault_of_what_is_stored(tmp_
 def test_tensors_are_read_while_they_come_and_not_again(
     chunk_bytes: int, store: AdapterStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a file as PEFT saves it, behind its configuration."""
+    """The file is one that PEFT saves, and its configuration comes first."""
     record, _ = upload_bytes(store, "saved", config_bytes(), safetensors_bytes(good_tensors()))
     peft_directory = store.path_of(record.digest)
     parts = {name: (peft_directory / name).read_bytes() for name in (CONFIG_FILE, TENSOR_FILE)}

@@ -20,7 +20,7 @@ BLOCK = 16
 
 
 def whole_blocks(num_tokens: int) -> int:
-    """What an equal prompt finds that has ended: all but its last token, in whole blocks."""
+    """Tokens that an equal prompt finds once the first has ended: all but the last, in whole blocks."""
     return (num_tokens - 1) // BLOCK * BLOCK
 
 

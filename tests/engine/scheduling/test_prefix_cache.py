@@ -267,7 +267,7 @@ def test_a_request_without_finite_logits_leaves_nothing(mock: MockEngine) -> Non
 
 
 def test_what_damaged_files_made_is_dropped_and_not_made_again(mock: MockEngine) -> None:
-    """Who runs with it goes on with the damaged rows."""
+    """Sequences that run with it go on with the damaged rows."""
     run(mock, "before", PROMPT, "a1")
     run(mock, "other", PROMPT, "a2")
     run(mock, "base", PROMPT)
