@@ -84,8 +84,9 @@ def _bandwidths() -> dict[tuple[str, str, int], float]:
 
 
 def _bytes_per_us(source: str, target: str, num_cores: int) -> float:
-    found = _bandwidths()
-    return _BYTES_PER_US * found.get((source, target, num_cores), found.get((source, target, -1), 0.0) or math.inf)
+    """Bandwidth of a core; more cores than the table knows have that of its last row."""
+    known = {cores: each for (*ends, cores), each in _bandwidths().items() if ends == [source, target]}
+    return _BYTES_PER_US * known.get(num_cores, known.get(-1, known[max(known)]))
 
 
 @functools.cache
