@@ -13,7 +13,7 @@ import torch
 
 from tests.ascend.cases import bad_kernels
 from tests.ascend.cases.lora_cases import CASES as LORA_CASES
-from tests.ascend.gate import checks, linalg_cpu, simulator
+from tests.ascend.gate import checks, compiler, linalg_cpu, simulator
 from tests.ascend.gate.cases import REQUIRED_TARGETS, Case
 from tests.ascend.gate.compiler import replace_device
 
@@ -75,3 +75,40 @@ def test_losing_any_kind_of_library_call_is_noticed(callee: str) -> None:
 def test_memory_starts_poisoned() -> None:
     core = simulator.Core(simulator.Chip.__new__(simulator.Chip), "AIV", 0, 0)
     assert torch.isnan(core.at_address(0, [8], "f32", "ub").read()).all()
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "kill -KILL $$",
+        # A limit of computing time has LLVM print its stack.
+        "echo 'Stack dump:' >&2; kill -XCPU $$",
+        "echo 'LLVM ERROR: out of memory' >&2; exit 1",
+    ],
+)
+def test_a_compiler_that_was_killed_has_refused_nothing(
+    end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next run compiles again; what the compiler itself complained of is kept."""
+    good, huge = (
+        (case, case.launches["launch"]())
+        for case in (bad_kernels.GOOD, next(bad.case for bad in bad_kernels.BAD if bad.case.name == "huge"))
+    )
+    monkeypatch.setattr(checks, "_compiled", {})
+    monkeypatch.setattr(compiler, "CACHE", tmp_path / "cache")
+    compiler._compiler_version()
+    binaries = compiler._BINARIES
+    monkeypatch.setattr(compiler, "_BINARIES", tmp_path)
+    program = tmp_path / "bishengir-compile"
+    program.write_text(f"#!/bin/sh\necho '[ERROR] Cannot find hivmc' >&2\n{end}\n")
+    program.chmod(0o755)
+    with pytest.raises(compiler.CompilerDied):
+        checks.compile_launch(*good, TARGET)
+    assert not list((tmp_path / "cache").iterdir())
+    monkeypatch.setattr(compiler, "_BINARIES", binaries)
+    checks.check_fits(good[0], checks.compile_launch(*good, TARGET))
+    with pytest.raises(compiler.CompileError, match="overflow, requires"):
+        checks.compile_launch(*huge, TARGET)
+    monkeypatch.setattr(compiler, "_BINARIES", tmp_path)
+    with pytest.raises(compiler.CompileError, match="overflow, requires"):
+        checks.compile_launch(*huge, TARGET)

@@ -6,11 +6,13 @@ planned on-chip memory. The last step (object code) needs CANN and is the one fa
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -29,6 +31,10 @@ _CACHE_VERSION = "1"
 # For each of MLIR's tools: else it starts as many threads as there are cores, in each of as many workers, which on a
 # large machine are more than a container may have.
 ONE_THREAD = "--mlir-disable-threading"
+# A log without a complaint of the first kind, or with one of the second, tells of this machine and not of the kernel.
+_COMPLAINT = re.compile(r"error: (?!External hivmc)|LLVM ERROR|overflow, requires|Stack dump|PLEASE submit|Assertion")
+_SHORTAGE = re.compile(r"out of memory|bad_alloc|Cannot allocate memory|No space left|Resource temporarily unavailable")
+_OWN_SIGNALS = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP}
 
 _TYPES = {
     torch.float32: "fp32",
@@ -48,6 +54,10 @@ class CompileError(Exception):
         super().__init__(f"[{stage}] {message}")
         self.stage = stage
         self.crashed = crashed
+
+
+class CompilerDied(Exception):
+    """The device compiler ended for a reason that says nothing of the kernel: it was killed, or short of memory."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +166,8 @@ def compile_kernel(
 ) -> Compiled:
     """Compile down to planned memory.
 
-    Raises CompileError, also when the kernel wants more on-chip memory than there is.
+    Raises CompileError, also when the kernel wants more on-chip memory than there is; CompilerDied when it was
+    killed or lacked memory or disk, which is not cached.
     """
     linalg, metadata = to_linalg(kernel, specialised, target, options or {})
     flags = _device_flags(metadata, target)
@@ -207,9 +218,19 @@ def _device_flags(metadata: dict[str, Any], target: str) -> list[str]:
 
 def _run_device_compiler(linalg: str, flags: list[str], target: str, directory: Path) -> None:
     """Leave `log`, `finished` and, on success, `device.mlir` in the directory; appears there in one rename."""
-    suffix = "-a5" if is_ascend950(target) else ""
     directory.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(dir=directory.parent))
+    try:
+        _compile_in(work, linalg, flags, target)
+        (work / "finished").touch()
+        with contextlib.suppress(OSError):  # another process has put the same content there meanwhile
+            work.rename(directory)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _compile_in(work: Path, linalg: str, flags: list[str], target: str) -> None:
+    suffix = "-a5" if is_ascend950(target) else ""
     (work / "kernel.mlir").write_text(linalg)
     command = [str(_BINARIES / f"bishengir-compile{suffix}"), str(work / "kernel.mlir"), *flags]
     run = subprocess.run(
@@ -222,17 +243,15 @@ def _run_device_compiler(linalg: str, flags: list[str], target: str, directory: 
     final = work / "module.hivm.opt.mlir"
     # Object code needs CANN; that this one step is missing is the only complaint of a successful run.
     reached_the_end = "External hivmc run fails" in log or "Cannot find hivmc" in log
-    complaint = re.search(r"error: (?!External hivmc)|LLVM ERROR|overflow, requires|Stack dump", log)
-    if final.exists() and reached_the_end and not complaint:
+    was_killed = run.returncode < 0 and -run.returncode not in _OWN_SIGNALS
+    complains = _COMPLAINT.search(log) is not None
+    if was_killed or _SHORTAGE.search(log) or not (complains or (final.exists() and reached_the_end)):
+        raise CompilerDied(f"the compiler ended with {run.returncode} and says nothing of the kernel: {log[-400:]}")
+    if not complains:
         printer = [str(_BINARIES / f"bishengir-opt{suffix}"), str(final), "--mlir-print-op-generic", ONE_THREAD]
         generic = subprocess.run(printer, capture_output=True, text=True, check=True).stdout
         (work / "device.mlir").write_text(generic)
     (work / "log").write_text(" ".join(command) + "\n" + log)
-    (work / "finished").touch()
-    try:
-        work.rename(directory)
-    except OSError:  # another process has put the same content there meanwhile
-        shutil.rmtree(work)
 
 
 def _first_errors(log: str) -> str:
