@@ -33,6 +33,7 @@ class GenerationJob:
         self._base_digest = services.base_digest
         self._admitted = admitted
         self._closed = False
+        self.is_streamed = is_streamed
         self._logprob_shares = services.logprobs
         self._logprobs = LogprobBudget(services.logprobs)
         # Indices of the runs that have something to take, in the order in which they got it.

@@ -10,17 +10,15 @@ from uuid import uuid4
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from service.api.access.auth import caller_of
-from service.api.admission.admission import Admitted, admit
+from service.api.admission.admission import Admitted
 from service.api.admission.sampling import sampling_parameters
-from service.api.entry.request_log import note_job, notes_of
+from service.api.entry.request_log import notes_of
 from service.api.errors import ApiError, error_body
 from service.api.generation.output_chunk import OutputChunk
-from service.api.generation.stream import EventStream
-from service.api.http.chunked_answers import json_answer
 from service.api.http.json_body import JsonRoute
-from service.api.http.sse import encode_typed_event, until_disconnect
+from service.api.http.sse import encode_typed_event
 from service.api.openapi import GENERATION_ERRORS, streamed
+from service.api.routes.answer import admitted, respond
 from service.api.routes.chat import ChatAnswer
 from service.api.routes.response_output import ResponseOutput
 from service.api.run_in_thread import run_in_thread
@@ -40,21 +38,14 @@ router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 )
 async def create_response(request: Request, body: ResponsesRequest) -> Response:
     """Answer an input, with the base or an adapter. Nothing is stored: `store` is accepted and answered with false."""
-    services = services_of(request)
     chat = await run_in_thread(lambda: chat_of(body), size_chars=body.num_chars)
     try:
-        admitted = await until_disconnect(request, admit(services, caller_of(request), chat))
+        held = await admitted(request, chat)
     except ApiError as error:
         raise renamed(error) from None
-    answer = ResponseAnswer(services, body, chat, admitted)
+    answer = ResponseAnswer(services_of(request), body, chat, held)
     notes_of(request).leave_out(body.left_out)
-    note_job(request, answer.job, NAMES)
-    if body.stream:
-        return EventStream(answer.job, answer, encode=encode_typed_event, told=answer.failure_event, last=b"")
-    try:
-        return json_answer(await until_disconnect(request, answer.whole()), answer.job.hand_over())
-    finally:
-        answer.job.close()
+    return await respond(request, answer, names=NAMES, encode=encode_typed_event, told=answer.failure_event, last=b"")
 
 
 class ResponseAnswer:

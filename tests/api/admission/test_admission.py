@@ -389,8 +389,7 @@ def test_many_log_probabilities_are_written_beside_the_loop(
             return [piece]
 
     cast(Any, full.tokenizer).token_bytes = lambda token_id: bytes([token_id])
-    module = chat if is_chat else completions
-    monkeypatch.setattr(module, "GenerationJob", lambda *_, **_options: Ended())
+    monkeypatch.setattr("service.api.routes.answer.GenerationJob", lambda *_, **_options: Ended())
     answer: Any
     if is_chat:
         answer = chat.ChatAnswer(full, a_chat("tiny", logprobs=True), cast(Any, None))
