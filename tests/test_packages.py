@@ -79,7 +79,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
     "service/cluster": ("service.engine", "service.start_check"),
     # Of the engine, what it takes for a weight.
-    "service/tenants": ("service.engine.ipc.messages", "service.logs"),
+    "service/tenants": ("service.engine.ipc.messages", "service.logs", "adapters.files.durable_files"),
     "service/api": (
         *("service.engine", "service.models", "service.tenants", "service.text", "service.grammars"),
         *("adapters", "kernels"),

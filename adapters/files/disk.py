@@ -19,7 +19,15 @@ from urllib.parse import quote, unquote
 import msgspec
 
 from adapters.errors import Damaged, NotFound, StoreBusy
-from adapters.files.durable_files import delete, refuse_shortage, remove, sync_directory, sync_renamed, write_synced
+from adapters.files.durable_files import (
+    delete,
+    refuse_shortage,
+    remove,
+    replace_file,
+    sync_directory,
+    sync_renamed,
+    write_synced,
+)
 from adapters.files.manifest import UNREADABLE, Manifest, Summary
 from adapters.files.name_versions import NameRecord, decode_name, is_ours, uses
 from adapters.files.paths import (
@@ -267,9 +275,7 @@ class StoreFiles:
 
     def write_name(self, name: str, record: NameRecord) -> None:
         temporary = self.staging / f"name-{uuid.uuid4().hex}"
-        write_synced(temporary, msgspec.json.encode(record))
-        temporary.rename(self._name_path(name))
-        sync_renamed(self._names)
+        replace_file(self._name_path(name), msgspec.json.encode(record), temporary=temporary)
 
     def remove_name(self, name: str) -> None:
         self._retired.take(self._name_path(name))

@@ -1,4 +1,5 @@
-"""Durable writes, which survive a power failure once a call returns, and removal of directories."""
+"""Durable writes, which survive a power failure once a call returns, and removal of directories. The one place that
+replaces a file by a rename."""
 
 from __future__ import annotations
 
@@ -28,6 +29,36 @@ def write_synced(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def replace_file(
+    path: Path, data: bytes, *, temporary: Path | None = None, mode: int | None = None, is_durable: bool = True
+) -> None:
+    """Replace a file, or make it, by one rename: readers, and a start after a kill, find the old content or the new.
+    Raises OSError, with the file as it was. One writer of a file at a time.
+
+    temporary   where the data is written first, on the same disk; by default hidden beside the file
+    mode        permissions; by default those of a new file
+    is_durable  whether the new content survives a power failure once this returns
+    """
+    new = temporary or path.with_name(f".{path.name}.new")
+    new.unlink(missing_ok=True)  # of a killed process: it may have another's permissions
+    created_mode = 0o666 if mode is None else mode
+    try:
+        with open(new, "xb", opener=lambda name, flags: os.open(name, flags, created_mode)) as file:
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
+            file.write(data)
+            if is_durable:
+                file.flush()
+                os.fsync(file.fileno())
+        new.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            new.unlink()
+        raise
+    if is_durable:
+        sync_renamed(path.parent)
+
+
 def begin_sync(descriptor: int, first_byte: int, num_bytes: int) -> None:
     """Have the system begin to write a range of a file to disk, so that a later sync waits for less. Promises nothing;
     a no-op where there is no such call."""
@@ -49,7 +80,7 @@ def sync_renamed(path: Path) -> None:
     try:
         sync_directory(path)
     except OSError:
-        log.exception("what was written to the store may not outlast a failure of power")
+        log.exception("what was written to %s may not outlast a failure of power", path)
 
 
 def sync_directory(path: Path) -> None:

@@ -11,12 +11,12 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from adapters.files.durable_files import refuse_shortage, sync_renamed, write_synced
+from adapters.files.durable_files import refuse_shortage, replace_file, sync_renamed
 from adapters.files.name_versions import decode_name
 
 MAX_FILES = 4096
 # No name begins with a dot.
-_FLOOR, _NEW_FLOOR = ".floor", ".floor-new"
+_FLOOR = ".floor"
 log = logging.getLogger(__name__)
 
 
@@ -60,9 +60,7 @@ class Tombstones:
             files.sort(key=lambda path: path.stat().st_ctime_ns)  # when it came here
             old = files[: len(files) // 2]
             floor = max(self._floor(), *map(self._last_number, old))
-            write_synced(self._directory / _NEW_FLOOR, str(floor).encode())
-            (self._directory / _NEW_FLOOR).rename(self._directory / _FLOOR)
-            sync_renamed(self._directory)
+            replace_file(self._directory / _FLOOR, str(floor).encode())
             for path in old:
                 path.unlink(missing_ok=True)
             self._num_files = len(files) - len(old)

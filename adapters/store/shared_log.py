@@ -25,7 +25,7 @@ from pathlib import Path
 import msgspec
 
 from adapters.errors import StoreBusy
-from adapters.files.durable_files import remove
+from adapters.files.durable_files import remove, replace_file
 from adapters.files.manifest import UNREADABLE
 
 # How long a change waits for the change lock. A server that hangs while it holds the lock blocks all others until it
@@ -157,13 +157,7 @@ class SharedLog:
 
     def _begin_anew(self) -> None:
         number = max(self._number() or 0, self._read[0], *self._numbers_read()) + 1
-        new = self._log.with_name(f"changes-{self.member}")
-        with new.open("wb") as file:
-            os.posix_fallocate(file.fileno(), 0, LOG_BYTES)
-            file.write(b"%016d\n" % number)
-            file.flush()
-            os.fsync(file.fileno())
-        new.rename(self._log)
+        replace_file(self._log, (b"%016d\n" % number).ljust(LOG_BYTES, b"\0"))  # zeros: a change needs no more space
 
     def _numbers_read(self) -> Iterator[int]:
         """Numbers of the logs that servers have read, by their last sign of life: the next log has none of these, even
@@ -233,12 +227,10 @@ class SharedLog:
     def report_alive(self, held: Iterable[str]) -> None:
         """Write a sign of life: the digests without a name that this server's requests use, as of the last `news`."""
         path = self._members / self.member
-        new = path.with_name(f".{self.member}")
         said = msgspec.json.encode(_Member(self._read, tuple(sorted(held))))
         said += b" " * (-len(said) % _MEMBER_BYTES)
         try:
-            new.write_bytes(said)
-            new.rename(path)
+            replace_file(path, said, is_durable=False)
         except OSError:
             # On a full disk in what the file has already: else it would be taken for dead, and no file could go.
             has_bytes = path.stat().st_size if path.exists() else 0

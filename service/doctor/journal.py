@@ -7,12 +7,12 @@
 from __future__ import annotations
 
 import fcntl
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
+from adapters.files.durable_files import replace_file
 from service.doctor.deep_report import DeepReport, page_of, read_report
 
 JSON_NAME, PAGE_NAME = "report.json", "report.html"
@@ -46,26 +46,13 @@ class Journal:
     def write(self, report: DeepReport) -> None:
         """Both files. JournalError, with the files as they were, if the disk is full or the directory has gone."""
         try:
-            self._replace(JSON_NAME, report.as_json())
-            self._replace(PAGE_NAME, page_of(report).encode())
+            replace_file(self.directory / JSON_NAME, report.as_json())
+            replace_file(self.directory / PAGE_NAME, page_of(report).encode())
         except OSError as error:
             raise JournalError(
                 f"The report cannot be written to {self.directory}: {error.strerror}. Make room, and go on with "
                 "--resume; what was written before is whole."
             ) from error
-
-    def _replace(self, name: str, content: bytes) -> None:
-        new = self.directory / f".{name}.new"
-        try:
-            with new.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            new.replace(self.directory / name)
-        except OSError:
-            with suppress(OSError):
-                new.unlink()
-            raise
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NoReturn
 
+from adapters.files.durable_files import replace_file
 from service.ray_serve.tcp_keepalive import PROBE_SECONDS, PROBES, QUIET_SECONDS, VANISHED_SECONDS
 
 # Variables for all of Ray's processes, beside the path of this program: seconds between checks of HAProxy, which is
@@ -114,9 +115,8 @@ def extend_files(arguments: Sequence[str]) -> None:
     for flag, name in pairwise(arguments):
         if flag == "-f":
             path = Path(name)
-            new = path.with_name(f"{path.name}.{os.getpid()}")
-            new.write_text(extended(path.read_text()))
-            new.replace(path)
+            temporary = path.with_name(f"{path.name}.{os.getpid()}")
+            replace_file(path, extended(path.read_text()).encode(), temporary=temporary, is_durable=False)
 
 
 def extended(text: str) -> str:

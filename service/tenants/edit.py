@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
+from adapters.files.durable_files import replace_file
 from service.tenants.keys_file import (
     TENANT,
     Key,
@@ -140,26 +141,5 @@ def _write(path: Path, text: str, wanted: KeysFile) -> None:
         is_wanted = False
     if not is_wanted:
         raise KeysFileError(f"The keys file {path} is written in a way that this cannot change; edit it by hand.")
-    for leftover in path.parent.glob(f".{path.name}.*.new"):  # of a killed command: this one is alone here
-        leftover.unlink(missing_ok=True)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.new")
-    try:
-        mode = path.stat().st_mode & 0o777
-    except FileNotFoundError:
-        mode = 0o600
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            os.fchmod(file.fileno(), mode)
-            file.write(text.encode())
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
+    replace_file(path, text.encode(), mode=mode)

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import msgspec
 
+from adapters.files.durable_files import replace_file
+
 EXCHANGE_SECONDS = 0.5
 # A server that has written nothing for so long stands still or is gone, and its requests with it.
 ABSENT_SECONDS = 10.0
@@ -48,9 +50,7 @@ class Exchange:
         if not self._was_made:  # once: where the store is away nothing may be put in its place
             self._directory.mkdir(parents=True, exist_ok=True)
             self._was_made = True
-        new = self._directory / f".{self._own.name}"
-        new.write_bytes(msgspec.json.encode(own))
-        new.rename(self._own)
+        replace_file(self._own, msgspec.json.encode(own), is_durable=False)
         now_seconds = self._own.stat().st_mtime
         return _together(self._others(now_seconds))
 

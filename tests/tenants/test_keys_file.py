@@ -178,6 +178,15 @@ class TestEditing:
         assert path.is_symlink()
         assert len(read_keys(tmp_path / "elsewhere" / "real.toml").keys) == 1
 
+    def test_what_a_killed_command_left_is_not_written_through(self, path: Path, tmp_path: Path) -> None:
+        other = tmp_path / "other"
+        other.write_text("another's")
+        path.with_name(f".{path.name}.new").symlink_to(other)
+        add_key(path, "acme", ["infer"])
+        assert other.read_text() == "another's"
+        assert len(read_keys(path).keys) == 1
+        assert not path.is_symlink()
+
     def test_without_a_file(self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("MULTILORA_KEYS_FILE", raising=False)
         assert main(["keys", "list"]) == 2
