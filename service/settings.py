@@ -208,7 +208,10 @@ class Settings(BaseSettings):
         "all tokens",
     )
     max_choices: int = Field(16, ge=1, description="largest `n` of a request")
-    max_body_bytes: Size = Field(ByteSize(16 * MIB), description="largest size of a JSON request body")
+    max_body_bytes: Size = Field(
+        ByteSize(4 * MIB),
+        description="largest size of a JSON request body; large batches and lists of token ids may need more",
+    )
     max_buffered_bytes: Size = Field(
         ByteSize(64 * MIB),
         description="largest size of all JSON request bodies that are being read; one client has half of it, several "

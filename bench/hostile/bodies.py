@@ -8,6 +8,7 @@ from typing import Any
 from bench.hostile.target import Attack, Target, in_turn, spread
 
 MIB = 1 << 20
+BODY_BYTES = 4 * MIB  # `--max-body-bytes`
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 LONG = {"prompt": "the", "max_tokens": 200, "ignore_eos": True, "n": 16}
 
@@ -35,7 +36,7 @@ def _completions(target: Target) -> dict[str, Attack]:
 def _texts(target: Target) -> dict[str, Attack]:
     name = "a" * 100_000
     return {
-        "/detokenize of 1,048,576 tokens": target.post("/detokenize", {"tokens": [100] * MIB}),
+        "/detokenize of 1,048,576 tokens": target.post("/detokenize", {"tokens": [9] * MIB}),
         "/tokenize of 1,000,000 characters": target.post("/tokenize", {"prompt": "lamp tiger " * 90_000}),
         "4 texts of 1,000,000 characters without a blank": target.post("/tokenize", {"prompt": "ab" * 500_000}, 4),
         "names of 100,000 characters, as model, adapter and prefix of a listing": in_turn(
@@ -54,13 +55,13 @@ def _chats(target: Target) -> dict[str, Attack]:
     parts = [{"type": "text", "text": "a"}] * 16_000
     numbers = {"messages": [user], "chat_template_kwargs": {"a": [1] * MIB}, "max_tokens": 1}
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-    calls = [{"role": "assistant", "tool_calls": [called]}] * 200
+    calls = [{"role": "assistant", "tool_calls": [called]}] * 64
     return {
         "a message of 16,000 parts": target.post(CHATS, {"messages": [{**user, "content": parts}]}),
         "16,000 messages": target.post(CHATS, {"messages": [user] * 16_000}),
         "1,048,576 numbers for the template": target.post(CHATS, numbers),
-        "JSON of 12 MiB inside of tool calls": target.post(CHATS, {"messages": calls}),
-        "12 MB of fractions as arguments, tools, schemas, variables and types": in_turn(
+        "JSON of 4 MiB inside of tool calls": target.post(CHATS, {"messages": calls}),
+        "4 MB of fractions as arguments, tools, schemas, variables and types": in_turn(
             *(target.post(CHATS, {"messages": [user], "max_tokens": 1, **fields}) for fields in _of_fractions(user))
         ),
         "2,000 tools": target.post(CHATS, {"messages": [user], "tools": [tool] * 2_000}),
@@ -69,7 +70,7 @@ def _chats(target: Target) -> dict[str, Attack]:
 
 def _of_fractions(user: dict[str, Any]) -> list[dict[str, Any]]:
     """Fields with as many as a body may hold, each as long as it may be: they take longest to write."""
-    many = {"a": [1 / 3 + number for number in range(600_000)]}
+    many = {"a": [1 / 3 + number for number in range(200_000)]}
     called = {"function": {"name": "f", "arguments": many}}
     tag = {"type": "structural_tag", "structures": [{"begin": "<a>", "schema": many, "end": "b"}], "triggers": ["<"]}
     return [
@@ -86,12 +87,12 @@ def _of_fractions(user: dict[str, Any]) -> list[dict[str, Any]]:
 def _lists(target: Target) -> dict[str, Attack]:
     short = {"prompt": "a", "max_tokens": 20, "n": 8}
     bias = {str(number): 1.0 for number in range(200_000)}
-    empty = b"[" + b"[]," * (16 * MIB // 3 - 2) + b"[]]"
-    announced = target.head("POST", COMPLETIONS, "Content-Type: application/json", f"Content-Length: {16 * MIB}")
+    empty = b"[" + b"[]," * (BODY_BYTES // 3 - 2) + b"[]]"
+    announced = target.head("POST", COMPLETIONS, "Content-Type: application/json", f"Content-Length: {BODY_BYTES}")
     return {
-        "a body of 16 MiB of empty lists": target.post(COMPLETIONS, empty),
-        "8 bodies of 16 MiB of empty lists at once": target.post(COMPLETIONS, empty, 8),
-        "8 bodies of 16 MiB that end early": target.send(announced + b"\r\n" + b"[" * (15 * MIB), times=8),
+        "a body of 4 MiB of empty lists": target.post(COMPLETIONS, empty),
+        "8 bodies of 4 MiB of empty lists at once": target.post(COMPLETIONS, empty, 8),
+        "8 bodies of 4 MiB that end early": target.send(announced + b"\r\n" + b"[" * (BODY_BYTES - MIB), times=8),
         "logit_bias, bad_words and lists of tokens, the most and more": in_turn(
             *(
                 target.post(COMPLETIONS, {**short, "logit_bias": dict(list(bias.items())[:most])})

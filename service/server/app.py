@@ -356,10 +356,10 @@ def _is_adapter(path: Path) -> bool:
 def _body_rule(settings: Settings) -> Callable[[str, str], BodyRule]:
     """Uploads may be large and go to disk, other bodies not. Multipart framing comes on top of the upload's own bytes.
     Those of the vLLM paths and of rollbacks are a name or two, and parsed in the loop."""
-    upload = BodyRule(int(settings.max_upload_bytes) + (1 << 16), is_buffered=False)
+    upload = BodyRule(int(settings.max_upload_bytes) + (1 << 16), is_buffered=False, flag="--max-upload-bytes")
     small = BodyRule(min(_SMALL_BODY_BYTES, int(settings.max_body_bytes)))
     rules = {"/v1/adapters": upload} | dict.fromkeys(vllm_lora.PATHS, small)
-    other = BodyRule(int(settings.max_body_bytes))
+    other = BodyRule(int(settings.max_body_bytes), flag="--max-body-bytes")
 
     def rule(method: str, path: str) -> BodyRule:
         name = path.removeprefix("/v1/adapters/")

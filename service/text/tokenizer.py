@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import contextlib
 import json
 import re
@@ -14,9 +13,6 @@ from tokenizers import AddedToken, Tokenizer
 
 from adapters.text.vocabulary import FLAGS, merged_config, special_tokens, token_content
 
-# So many are decoded in a millisecond.
-_TOKENS_OF_A_PIECE = 1 << 14
-_MOST_BEGUN_BYTES = 3  # of a character of UTF-8 that is not whole
 _FEW_TOKENS = 1000
 
 
@@ -129,35 +125,6 @@ class TextTokenizer:
         if len(token_ids) > _FEW_TOKENS:  # as a batch of one: that lets other threads run meanwhile
             return self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)[0]
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-
-    def decode_in_pieces(self, token_ids: Sequence[int]) -> str:
-        """The same, special tokens included, without a long stretch at Python's lock: tokens are handed over some
-        thousands at a time. Where the tokenizer does more to a text than to take bytes together they go at once."""
-        if not self.joins_bytes:
-            return self.decode(token_ids, skip_special_tokens=False)
-        texts, start = [], 0
-        while start < len(token_ids):
-            end = self._end_of_char(token_ids, start, min(start + _TOKENS_OF_A_PIECE, len(token_ids)))
-            texts.append(self.decode(token_ids[start:end], skip_special_tokens=False))
-            start = end
-        return "".join(texts)
-
-    def _end_of_char(self, token_ids: Sequence[int], start: int, end: int) -> int:
-        """The first index from `end` on at which no character goes on, if none does at `start`. Every token is looked
-        at once in each direction: a character begins three bytes before, at most, but some tokens have no bytes."""
-        first, before = end, b""
-        while first > start and len(before) < _MOST_BEGUN_BYTES:
-            first -= 1
-            before = self.token_bytes(token_ids[first]) + before
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        decoder.decode(before)
-        while end < len(token_ids) and decoder.getstate()[0]:
-            after = self.token_bytes(token_ids[end])
-            if after and not 0x80 <= after[0] < 0xC0:
-                break
-            decoder.decode(after)
-            end += 1
-        return end
 
     def token_text(self, token_id: int) -> str:
         """Text of one token inside a text, special tokens included; for listing alternatives in log probabilities."""

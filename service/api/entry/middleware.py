@@ -44,10 +44,17 @@ _SOON = {"Retry-After": "1"}
 
 
 class BodyRule(NamedTuple):
-    """Bounds on the bodies of a path: most bytes, and whether a body is held in memory until it is complete."""
+    """Bounds on the bodies of a path: most bytes, whether a body is held in memory until it is complete, and the flag
+    of `multilora serve` that raises the bound, if one does."""
 
     limit_bytes: int
     is_buffered: bool = True
+    flag: str = ""
+
+    def refusal(self, num_bytes: str) -> BodyTooLarge:
+        """The error of a body of so many bytes."""
+        raised_by = f"; {self.flag} of the server raises that" if self.flag else ""
+        return BodyTooLarge(f"The body has {num_bytes} bytes; this server takes {self.limit_bytes} here{raised_by}.")
 
 
 class EntryMiddleware:
@@ -181,7 +188,7 @@ class _RequestScope:
         if not (announced.isascii() and announced.isdigit() and len(announced) <= _MAX_LENGTH_DIGITS):
             raise BadRequest(f"Content-Length is {quoted(announced)!r}; send the number of the body's bytes.")
         if int(announced) > limit:
-            raise BodyTooLarge(f"The body has {announced} bytes; this server takes {limit} here.")
+            raise rule.refusal(announced)
 
     async def receive(self) -> Message:
         message = await self._receive()
@@ -190,7 +197,7 @@ class _RequestScope:
             self._num_bytes += num_bytes
             self._body_complete = not message.get("more_body", False)
             if self._num_bytes > limit:
-                raise BodyTooLarge(f"The body has more than the {limit} bytes that this server takes here.")
+                raise self._rule.refusal(f"more than {limit}")
             if self._rule.is_buffered:
                 self._budget.take(self._client, num_bytes)
                 self._num_buffered += num_bytes

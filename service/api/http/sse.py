@@ -11,6 +11,7 @@ import msgspec
 from fastapi import Request
 from fastapi.responses import Response
 from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
 
@@ -49,6 +50,29 @@ class JsonResponse(Response):
 
     def render(self, content: Any) -> bytes:
         return msgspec.json.encode(content)
+
+
+class _HeldAnswer(JsonResponse):
+    """An answer that holds something until it has been sent."""
+
+    def __init__(self, content: Any, close: Callable[[], None]) -> None:
+        super().__init__(content)
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._close()
+
+
+def json_answer(content: Any, close: Callable[[], None]) -> Response:
+    """Plain data as JSON. `close` is called exactly once: when the answer has been sent, or its client has gone."""
+    try:
+        return _HeldAnswer(content, close)
+    except BaseException:
+        close()
+        raise
 
 
 async def until_disconnect(request: Request, work: Awaitable[T]) -> T:

@@ -20,8 +20,7 @@ from service.api.generation.job import GenerationJob
 from service.api.generation.logprobs import cost_chars, token_names
 from service.api.generation.output_chunk import OutputChunk
 from service.api.generation.stream import Chunks, EventStream
-from service.api.http.chunked_answers import json_answer
-from service.api.http.sse import TextEvent, until_disconnect
+from service.api.http.sse import TextEvent, json_answer, until_disconnect
 from service.api.run_in_thread import run_in_thread
 from service.api.schema.requests import ChatRequest, CompletionRequest, StreamOptions
 from service.api.state import Services, services_of

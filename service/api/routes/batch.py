@@ -18,9 +18,8 @@ from service.api.admission.queue_slots import client_of_places, enter, leave, mo
 from service.api.admission.sequences import num_logprobs, too_many_logprobs
 from service.api.entry.request_log import note, note_job
 from service.api.errors import HANDLED, BadRequest, BodyTooLarge, error_body
-from service.api.http.chunked_answers import json_answer
 from service.api.http.json_body import JsonRoute
-from service.api.http.sse import until_disconnect
+from service.api.http.sse import json_answer, until_disconnect
 from service.api.openapi import BATCH_ERRORS, GENERATION_ERRORS
 from service.api.routes.chat import ChatAnswer
 from service.api.routes.completions import CompletionAnswer

@@ -9,16 +9,14 @@ from fastapi import APIRouter, Query, Request, Response
 from pydantic import BaseModel, Field
 
 from adapters.files.paths import DEFAULT_TEMPLATE
-from adapters.gil_lock import locked_pieces
 from service.api.access.auth import caller_of
 from service.api.adapter_routes.listing import listing
 from service.api.admission.lengths import MAX_TEXT_CHARS
 from service.api.admission.model_resolution import resolve
 from service.api.admission.prompts import Prompt, chat_prompt, encoded, templates_of
 from service.api.errors import BadRequest
-from service.api.http.chunked_answers import json_answer
 from service.api.http.json_body import JsonRoute
-from service.api.http.sse import until_disconnect
+from service.api.http.sse import json_answer, until_disconnect
 from service.api.openapi import TEXT_ERRORS, errors
 from service.api.run_in_thread import LONG_TEXTS, run_in_thread
 from service.api.schema.answers import DetokenizeResponse, TokenizeResponse, TokenizerInfo
@@ -139,11 +137,10 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
 
 
 def _text(tokenizer: TextTokenizer, token_ids: list[int]) -> str:
-    starts = range(0, len(token_ids), _TOKENS_PER_PLACE)
-    highest = max(locked_pieces(max(token_ids[at : at + _TOKENS_PER_PLACE]) for at in starts), default=-1)
+    highest = max(token_ids, default=-1)
     if highest >= tokenizer.vocab_size:
         last = tokenizer.vocab_size - 1
         raise BadRequest(
             f"`tokens` holds {highest}, which is out of vocabulary: the last token is {last}.", param="tokens"
         )
-    return tokenizer.decode_in_pieces(token_ids)
+    return tokenizer.decode(token_ids, skip_special_tokens=False)

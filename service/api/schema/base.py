@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from pydantic import (
@@ -10,14 +10,10 @@ from pydantic import (
     ConfigDict,
     Field,
     GetJsonSchemaHandler,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
     model_validator,
 )
-from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, PydanticKnownError
+from pydantic_core import CoreSchema, PydanticCustomError
 
-from adapters.gil_lock import locked_pieces
 from service.api.schema.unserved_fields import UnservedField
 
 MAX_FIELDS = 256  # of any object of a request
@@ -25,8 +21,6 @@ _MAX_WHOLE = 2.0**53  # beyond it floats leave integers out
 
 # For every list that may be long: the first wrong item tells all that a client needs.
 FIRST = Field(fail_fast=True)
-# pydantic keeps Python's lock for a millisecond while it looks at so many.
-ITEMS_OF_A_PIECE = 1 << 14
 
 
 def value_fault(words: str) -> PydanticCustomError:
@@ -43,46 +37,6 @@ def bounded(value: Any, most: int) -> Any:
     if isinstance(value, dict) and len(value) > most:
         raise value_fault(f"The object may have at most {most} items, and has {len(value)}")
     return value
-
-
-def in_pieces(most: int | None = None) -> WrapValidator:
-    """Behind a list's other annotations: one that is longer than a piece is looked at in pieces, in turns at Python's
-    lock. Only large bodies hold such lists, and those are validated in threads.
-
-    most  its `max_length`, if it has one
-    """
-
-    def validate(value: Any, validate_list: ValidatorFunctionWrapHandler) -> Any:
-        if type(value) is not list or len(value) <= ITEMS_OF_A_PIECE:
-            return validate_list(value)
-        if most is not None and len(value) > most:
-            length = {"field_type": "List", "max_length": most, "actual_length": len(value)}
-            raise PydanticKnownError("too_long", length)
-        checked: list[Any] = []
-        for piece in locked_pieces(_pieces(value, validate_list)):
-            checked += piece
-        return checked
-
-    return WrapValidator(validate)
-
-
-def _pieces(value: list[Any], validate_list: ValidatorFunctionWrapHandler) -> Iterator[list[Any]]:
-    for start in range(0, len(value), ITEMS_OF_A_PIECE):
-        try:
-            piece = validate_list(value[start : start + ITEMS_OF_A_PIECE])
-        except ValidationError as error:
-            faults = [_moved(fault, start) for fault in error.errors(include_url=False)]
-        else:
-            yield piece
-            continue
-        raise ValidationError.from_exception_data("list", faults)
-
-
-def _moved(fault: Any, start: int) -> InitErrorDetails:
-    """The fault of an item of the list's piece, as one of the list's."""
-    first, *rest = fault["loc"]
-    details = InitErrorDetails(type=fault["type"], loc=(first + start, *rest), input=fault["input"])
-    return details | {"ctx": fault["ctx"]} if "ctx" in fault else details
 
 
 def field_error(field: str, sentence: str) -> PydanticCustomError:

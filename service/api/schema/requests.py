@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, create_model, model_validator
 
 from kernels.sampling.parameters import PARAMETERS, Parameter
-from service.api.schema.base import FIRST, Request, bounded, field_error, in_pieces, value_fault
+from service.api.schema.base import FIRST, Request, bounded, field_error, value_fault
 from service.api.schema.chat_messages import ChatMessage, TemplateVariables
 from service.api.schema.response_formats import JsonSchema, ResponseFormat, StructuredOutputs
 from service.api.schema.tools import MAX_TOOLS, ToolChoice, ToolList, check_tool_choice, check_tools
@@ -32,7 +32,7 @@ StopString = Annotated[str, Field(min_length=1, max_length=1000)]
 CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARS)]
 BadWord = Annotated[str, Field(min_length=1, max_length=1000)]
 TokenId = Annotated[int, Field(ge=0)]
-TokenIds = Annotated[list[TokenId], FIRST, in_pieces()]
+TokenIds = Annotated[list[TokenId], FIRST]
 
 
 _REASONING_EFFORT = (
@@ -395,7 +395,7 @@ class DetokenizeRequest(Request):
     """Body of POST /detokenize."""
 
     model: str | None = None
-    tokens: Annotated[list[TokenId], FIRST, Field(max_length=MAX_DETOKENIZED), in_pieces(MAX_DETOKENIZED)] = Field(
+    tokens: Annotated[list[TokenId], FIRST, Field(max_length=MAX_DETOKENIZED)] = Field(
         description=f"token ids, up to {MAX_DETOKENIZED}"
     )
 

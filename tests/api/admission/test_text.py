@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -87,60 +86,6 @@ def pieces_of(tokenizer: TextTokenizer, token_ids: list[int], **options: Any) ->
 
 
 class TestTokenizer:
-    @pytest.mark.parametrize("offset", range(4))
-    @pytest.mark.parametrize(
-        "bytes_", ["𝄞".encode(), b"\xe4", b"\x80", b"\xf0\x9d", b"\xe4\xb8\xff", "aü".encode(), None]
-    )
-    def test_tokens_in_pieces_give_the_text_of_all_at_once(
-        self, byte_level: TextTokenizer, offset: int, bytes_: bytes | None
-    ) -> None:
-        """Characters of several tokens, whole and broken, wherever a piece may end; None: any tokens."""
-        num_tokens = 40_000
-        if bytes_ is None:
-            rng = random.Random(offset)
-            token_ids = [rng.randrange(byte_level.vocab_size) for _ in range(num_tokens)]
-        else:
-            id_of = {byte_level.token_bytes(one): one for one in range(byte_level.vocab_size)}
-            ids = [id_of[bytes([byte])] for byte in bytes_]
-            token_ids = ids[:1] * offset + ids * (num_tokens // len(ids))
-        assert byte_level.decode_in_pieces(token_ids) == byte_level.decode(token_ids, skip_special_tokens=False)
-
-    def test_ids_that_are_no_tokens_may_stand_inside_a_character(self, with_hole: tuple[TextTokenizer, int]) -> None:
-        tokenizer, hole = with_hole
-        id_of = {tokenizer.token_bytes(one): one for one in range(tokenizer.vocab_size)}
-        first, *rest = (id_of[bytes([byte])] for byte in "𝄞".encode())
-        token_ids = ([first] + [hole] * 9 + rest) * 4_000
-        assert tokenizer.decode_in_pieces(token_ids) == tokenizer.decode(token_ids, skip_special_tokens=False)
-        assert tokenizer.decode_in_pieces(token_ids) == "𝄞" * 4_000
-
-    @pytest.mark.parametrize(("holes_before", "holes_behind"), [(16_383, 40_000), (10, 60_000), (60_000, 10)])
-    def test_many_ids_that_are_no_tokens_are_looked_at_once(
-        self,
-        with_hole: tuple[TextTokenizer, int],
-        holes_before: int,
-        holes_behind: int,
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
-        tokenizer, hole = with_hole
-        id_of = {tokenizer.token_bytes(one): one for one in range(tokenizer.vocab_size)}
-        first, *rest = (id_of[bytes([byte])] for byte in "𝄞".encode())
-        token_ids = [hole] * holes_before + [first] + [hole] * holes_behind + rest
-        num_looks, token_bytes = 0, tokenizer.token_bytes
-
-        def counted(token_id: int) -> bytes:
-            nonlocal num_looks
-            num_looks += 1
-            return token_bytes(token_id)
-
-        monkeypatch.setattr(tokenizer, "token_bytes", counted)
-        assert tokenizer.decode_in_pieces(token_ids) == "𝄞"
-        assert num_looks <= 2 * len(token_ids)
-
-    def test_tokens_of_other_decoders_are_taken_at_once(self, byte_fallback: TextTokenizer) -> None:
-        token_ids = [*byte_fallback.encode("a b", add_special_tokens=False)] * 10_000
-        expected = byte_fallback.decode(token_ids, skip_special_tokens=False)
-        assert byte_fallback.decode_in_pieces(token_ids) == expected
-
     @pytest.mark.parametrize("text", TEXTS)
     def test_ids_are_those_of_transformers(self, tmp_path: Path, text: str) -> None:
         make_tokenizer(tmp_path)

@@ -47,7 +47,7 @@ class Slow:
 
     encode = page = work
 
-    def decode_in_pieces(self, *_: Any, **__: Any) -> str:
+    def decode(self, *_: Any, **__: Any) -> str:
         return "".join(self.work())
 
     def render(self, _adapters: list[str]) -> bytes:

@@ -1,15 +1,16 @@
-"""Work for a client that may go: `service.api.http.sse.until_disconnect`."""
+"""Work and answers for a client that may go: `service.api.http.sse`."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any, cast
 
 import pytest
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from service.api.http.sse import until_disconnect
+from service.api.http.sse import json_answer, until_disconnect
 
 
 class Client:
@@ -104,3 +105,31 @@ def test_whoever_else_cancels_it_is_obeyed(client_goes: bool) -> None:
         assert work.ended == "cancelled"
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("stays", [True, False])
+def test_what_an_answer_holds_is_released_when_it_has_been_sent_or_its_client_is_gone(stays: bool) -> None:
+    released, body = [], bytearray()
+    answer = json_answer({"tokens": list(range(99))}, lambda: released.append(True))
+
+    async def send(message: Any) -> None:
+        assert not released
+        if not stays:
+            raise OSError("gone")
+        body.extend(message.get("body", b""))
+
+    sending = answer({"type": "http", "asgi": {"spec_version": "2.4"}}, Client().receive, send)
+    if stays:
+        asyncio.run(sending)
+        assert json.loads(body) == {"tokens": list(range(99))}
+    else:
+        with pytest.raises(OSError, match="gone"):
+            asyncio.run(sending)
+    assert released == [True]
+
+
+def test_what_an_answer_that_cannot_be_written_holds_is_released() -> None:
+    released = []
+    with pytest.raises(TypeError):
+        json_answer({"tokens": object()}, lambda: released.append(True))
+    assert released == [True]
