@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import heapq
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
-from adapters.chunked_json import parsed
-from adapters.errors import AdapterError, Malformed, Unsupported
-from adapters.gil_lock import locked_batches
+from adapters.errors import Malformed, Unsupported
 
 ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 MAX_HEADER_BYTES = 8 << 20
@@ -23,11 +19,13 @@ MAX_DIMENSIONS = 8
 MAX_NAME_LENGTH = 1000
 # A larger block of the API process has pages of its own, which cost more than the read (`service.models.heap`).
 CHUNK_BYTES = 1 << 18
-_SORTED_AT_ONCE = 512
 # Limits of an adapter's JSON beside its tensors. Tokenizers of 6,000 added tokens have 6,000 objects and 50,000 values;
 # millions are built for a second in which no other thread of Python works.
 MAX_CONTAINERS = 1 << 15
 MAX_VALUES = 1 << 18
+# The same of a header: a tensor has three lists and objects.
+_MAX_HEADER_CONTAINERS = 4 * MAX_TENSORS
+_MAX_HEADER_VALUES = 12 * MAX_TENSORS
 # How JSON spells half of a UTF-16 pair. UTF-8 has no bytes for one, so a text can hold it in no other way.
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -72,26 +70,28 @@ def read_header(path: Path, *, any_dtype: bool = False, is_growing: bool = False
             )
         data_start = 8 + header_bytes
         found = _tensors(file.read(header_bytes), data_start, any_dtype)
-    contiguous = locked_batches(_contiguous(_in_order(found), data_start, None if is_growing else size))
+    in_order = sorted(found, key=lambda tensor: (tensor.start, tensor.end))
+    contiguous = _contiguous(in_order, data_start, None if is_growing else size)
     return {tensor.name: tensor for tensor in contiguous if tensor.dtype in ELEMENT_BYTES}
 
 
 def parse_json_object(
-    text: bytes, what: str, *, is_bounded: bool = True, field: Callable[[str, Any], Any] | None = None
+    text: bytes, what: str, *, max_containers: float = MAX_CONTAINERS, max_values: float = MAX_VALUES
 ) -> dict[str, Any]:
     """A JSON object without duplicate keys, NaN, Infinity or strings that are no Unicode. Raises Malformed naming
     `what`.
 
-    is_bounded  whether it may have MAX_CONTAINERS brackets and braces that open, and MAX_VALUES commas, those in
-                strings counted too; else the caller bounds its length
-    field       (name, value) to what takes the value's place
+    max_containers  brackets and braces that open, those in strings counted too
+    max_values      commas, likewise
     """
-    if is_bounded and (text.count(b"[") + text.count(b"{") > MAX_CONTAINERS or text.count(b",") > MAX_VALUES):
+    if text.count(b"[") + text.count(b"{") > max_containers or text.count(b",") > max_values:
         raise Malformed(
-            f"{what} cannot be read: it may have {MAX_CONTAINERS} lists and objects and {MAX_VALUES} commas."
+            f"{what} cannot be read: it may have {max_containers} lists and objects and {max_values} commas."
         )
     try:
-        value = parsed(text, _parse_strictly, merge=_add_unique, field=field)
+        value = json.loads(text.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
+        if _SURROGATE.search(text):
+            refuse_surrogates(value)
     except (UnicodeDecodeError, ValueError, RecursionError) as error:
         reason = error if isinstance(error, Malformed) else "it is not valid JSON in UTF-8"
         raise Malformed(f"{what} cannot be read: {reason}") from None
@@ -151,45 +151,17 @@ def header_bytes(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _parse_strictly(piece: bytes) -> Any:
-    value = json.loads(piece.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
-    if _SURROGATE.search(piece):
-        refuse_surrogates(value)
-    return value
-
-
-class _TooManyTensors(Exception):
-    """Stops the read of the header: an object of a million fields is built with Python's lock held."""
-
-
-def _tensors(text: bytes, data_start: int, any_dtype: bool) -> Iterator[Tensor]:
-    """The tensors of a header, in its order. Each entry becomes a tensor as soon as it is read: hundreds of thousands
-    of parsed lists and objects would cost Python's collector a walk of 30 ms."""
+def _tensors(text: bytes, data_start: int, any_dtype: bool) -> list[Tensor]:
+    """The tensors of a header, in its order."""
     if not text.startswith(b"{"):
         raise Malformed("The safetensors header is not a JSON object; the file is damaged or not safetensors.")
-
-    num_entries, faults = count(1), list[AdapterError]()  # the first one is reported, if the rest is JSON
-
-    def read(name: str, entry: Any) -> Tensor | None:
-        if next(num_entries) > MAX_TENSORS:
-            raise _TooManyTensors
-        if faults:
-            return None
-        try:
-            if name != "__metadata__":
-                return _tensor(name, entry, data_start, any_dtype)
-            _check_metadata(entry)
-        except AdapterError as fault:
-            faults.append(fault)
-        return None
-
-    try:
-        tensors = parse_json_object(text, "The safetensors header", is_bounded=False, field=read)
-    except _TooManyTensors:
-        raise Malformed(f"The safetensors header lists more than {MAX_TENSORS} tensors, which is the limit.") from None
-    if faults:
-        raise faults[0]
-    return (tensor for tensor in tensors.values() if tensor is not None)
+    entries = parse_json_object(
+        text, "The safetensors header", max_containers=_MAX_HEADER_CONTAINERS, max_values=_MAX_HEADER_VALUES
+    )
+    _check_metadata(entries.pop("__metadata__", {}))
+    if len(entries) > MAX_TENSORS:
+        raise Malformed(f"The safetensors header lists more than {MAX_TENSORS} tensors, which is the limit.")
+    return [_tensor(name, entry, data_start, any_dtype) for name, entry in entries.items()]
 
 
 def _check_metadata(metadata: Any) -> None:
@@ -219,18 +191,6 @@ def _is_sizes(value: Any) -> bool:
     return isinstance(value, list) and all(type(size) is int and 0 <= size < 1 << 48 for size in value)
 
 
-def _in_order(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The tensors in the order of their data. Sorted in pieces, because a sort holds Python's lock."""
-    made, runs = locked_batches(tensors), []
-    while some := list(islice(made, _SORTED_AT_ONCE)):
-        runs.append(sorted(some, key=_place))
-    return heapq.merge(*runs, key=_place)
-
-
-def _place(tensor: Tensor) -> tuple[int, int]:
-    return tensor.start, tensor.end
-
-
 def _contiguous(tensors: Iterable[Tensor], data_start: int, file_size: int | None) -> Iterator[Tensor]:
     """The tensors, which are in data order, after checking that they fill the file from the header's end to its end,
     where that is known."""
@@ -253,13 +213,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise Malformed(f"key {key[:200]!r} occurs twice")
         result[key] = value
     return result
-
-
-def _add_unique(known: dict[str, Any], fields: dict[str, Any]) -> None:
-    for key in fields:
-        if key in known:
-            raise Malformed(f"key {key[:200]!r} occurs twice")
-    known.update(fields)
 
 
 def _no_constant(text: str) -> Any:

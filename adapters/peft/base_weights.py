@@ -6,6 +6,7 @@ be full training under the name of LoRA, and is refused.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,7 +48,8 @@ class BaseWeights:
         path = self._directory / "model.safetensors"
         try:
             if index.exists():
-                fields = parse_json_object(index.read_bytes(), "the base's index", is_bounded=False)
+                text = index.read_bytes()
+                fields = parse_json_object(text, "the base's index", max_containers=math.inf, max_values=math.inf)
                 weight_map = fields.get("weight_map", {})
                 stored = _called(name, weight_map)
                 if stored is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from typing import Any, cast
 
@@ -80,7 +81,7 @@ def test_the_bounds_are_met_exactly() -> None:
     for text in (most.replace(b"]}", b",{}]}"), values.replace(b"]}", b",0]}")):
         with pytest.raises(Malformed, match=TOO_MUCH):
             parse_json_object(text, "it")
-        assert parse_json_object(text, "it", is_bounded=False)
+        assert parse_json_object(text, "it", max_containers=math.inf, max_values=math.inf)
 
 
 # ---- what a tokenizer's files change
