@@ -138,7 +138,7 @@ class Settings(BaseSettings):
     prefix_cache: bool | None = Field(
         None,
         description="keep keys and values of past requests for requests that begin alike; default: yes, on an NPU no; "
-        "models with convolution or delta-net states compute every prompt either way",
+        "models with convolution or delta-net states compute every prompt either way; --no-prefix-cache turns it off",
     )
     prefix_cache_scope: Literal["tenant", "server"] = Field(
         "tenant",

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from service.cli.help import topics
+from service.cli.help import flag_parser, topics
 from service.cli.main import main
 from service.settings import Settings
 from tests.support.http.terminal import terminal
@@ -21,6 +21,15 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def test_each_setting_is_in_one_topic() -> None:
     assert [name for names in topics().values() for name in names] == list(Settings.model_fields)
+
+
+@pytest.mark.parametrize("flags", [["--no-prefix-cache"], ["--prefix-cache", "false"], ["--prefix-cache=false"]])
+def test_a_setting_that_is_yes_or_no_can_be_turned_off_by_a_flag(flags: list[str]) -> None:
+    given = vars(flag_parser().parse_args([*flags, "--no-eager"]))
+    assert {name: value for name, value in given.items() if value is not None} == {
+        "prefix_cache": "false",
+        "eager": "false",
+    }
 
 
 def test_the_list_of_topics(capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,6 +85,8 @@ def _arguments_of(command: str, parser: argparse.ArgumentParser) -> Iterable[_Ar
     if command == "serve":
         parser = flag_parser()
     for action in parser._actions:
+        if action.help == argparse.SUPPRESS:
+            continue
         # Without defaults, which may be this machine's own.
         text = re.sub(r" \((default .*|%\(default\)s)\)", "", action.help or "").replace("%%", "%")
         values = tuple(map(str, action.choices or ()))

@@ -57,6 +57,9 @@ def flag_parser() -> argparse.ArgumentParser:
         group = common if name in _COMMON_SETTINGS else advanced
         values = f"{{{','.join(choices)}}}" if (choices := choices_of(name)) else "VALUE"
         group.add_argument(flag_of(name), dest=name, metavar=values, help=text.replace("%", "%%"))
+        if bool in (annotation := Settings.model_fields[name].annotation, *get_args(annotation)):
+            no_flag = flag_of(f"no_{name}")
+            group.add_argument(no_flag, dest=name, action="store_const", const="false", help=argparse.SUPPRESS)
     return parser
 
 

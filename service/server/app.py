@@ -117,6 +117,7 @@ def _allow_pages(app: FastAPI, origins: tuple[str, ...]) -> None:
             "X-Request-Id",
             "X-Multilora-Adapter",
             "X-Multilora-Left-Out",
+            "X-Multilora-Cached-Tokens",
             "ETag",
             "Retry-After",
             *RATE_HEADERS,

@@ -217,6 +217,8 @@ class _RequestScope:
                 headers["X-Multilora-Adapter"] = adapter
             if (left_out := self.notes.left_out) is not None:
                 headers["X-Multilora-Left-Out"] = left_out
+            if self.status == 200 and (num_cached := self.notes.num_cached_tokens) is not None:
+                headers["X-Multilora-Cached-Tokens"] = str(num_cached)
             if self.caller is not None:
                 headers.update(self.caller.tenant.headers())
             message = {**message, "headers": headers.raw}

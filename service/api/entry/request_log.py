@@ -36,6 +36,14 @@ class RequestNotes:
         return "several" if len(adapters) > 1 else next(iter(adapters), None)
 
     @property
+    def num_cached_tokens(self) -> int | None:
+        """Tokens of the prompts that the prefix cache had, for a header and the log; None before all answers are
+        whole, hence in the header of a stream, and for embeddings."""
+        if not self.jobs or not all(job.num_completion_tokens and job.is_over for job in self.jobs):
+            return None
+        return sum(job.num_cached_tokens for job in self.jobs)
+
+    @property
     def left_out(self) -> str | None:
         """The header's list of request fields that had no effect; None if there are none."""
         told = ", ".join(self._left_out)
@@ -54,6 +62,7 @@ class RequestNotes:
         first = [job.first_token_seconds for job in self.jobs if job.first_token_seconds is not None]
         return self.fields | {
             "prompt_tokens": sum(run.num_prompt_tokens for job in self.jobs for run in job.runs),
+            "cached_tokens": self.num_cached_tokens,
             "completion_tokens": sum(job.num_completion_tokens for job in self.jobs),
             "ended": ",".join(sorted({outcome for job in self.jobs for outcome in job.outcomes})) or None,
             "first_token_ms": round(min(first) * 1e3, 1) if first else None,

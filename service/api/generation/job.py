@@ -96,14 +96,21 @@ class GenerationJob:
         """Tokens generated so far."""
         return sum(run.timer.num_tokens for run in self.runs)
 
-    def num_cached_tokens(self, num_choices: int) -> int:
+    @property
+    def num_cached_tokens(self) -> int:
         """Tokens of the prompts that the prefix cache had, for the first of each prompt's choices."""
-        return sum(run.num_cached_tokens for run in self.runs[::num_choices])
+        first = {id(plan.prompt): run for plan, run in zip(self.plans[::-1], self.runs[::-1], strict=False)}
+        return sum(run.num_cached_tokens for run in first.values())
 
     @property
     def outcomes(self) -> list[str]:
         """How the sequences that have ended did: stop, length, abort (the client went) or error."""
         return [run.timer.outcome for run in self.runs if run.timer.outcome is not None]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all its sequences have ended."""
+        return all(run.is_over for run in self.runs)
 
     @property
     def first_token_seconds(self) -> float | None:

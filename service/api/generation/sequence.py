@@ -195,7 +195,7 @@ class SequenceRun:
             if message.logprobs:
                 piece.logprobs.append(message.logprobs[index])
                 self._num_waiting += len(message.logprobs[index].top)
-            self.timer.token(message.waited_seconds)
+            self.timer.token(message.waited_seconds, message.num_cached)
             # The token that ends the answer is counted, but is no part of its text unless that is asked for.
             ends = token_id in self._stop_token_ids and self.timer.num_tokens > self._plan.sampling.min_tokens
             if ends and not self._plan.include_stop:

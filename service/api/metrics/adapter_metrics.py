@@ -48,9 +48,13 @@ class Resident(NamedTuple):
 
 
 class _Counts(msgspec.Struct, gc=False):
-    """Counts of one adapter: tokens, and sequences by how they ended. `gc=False`: see `adapters.files.manifest`."""
+    """Counts of one adapter: tokens, and sequences by how they ended. `gc=False`: see `adapters.files.manifest`.
+
+    cached_tokens  those of prompts that the prefix cache had
+    """
 
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     generation_tokens: int = 0
     abort: int = 0
     error: int = 0
@@ -117,8 +121,9 @@ class AdapterMetrics:
         self._of(name).prompt_tokens += num_prompt_tokens
         self._waiting[name] += 1
 
-    def first_token(self, name: str) -> None:
-        """The first token of a sequence has come."""
+    def first_token(self, name: str, num_cached: int) -> None:
+        """The first token of a sequence has come, and the prefix cache had so many of its prompt's."""
+        self._of(name).cached_tokens += num_cached
         _take(self._waiting, name)
         self._running[name] += 1
 
@@ -147,6 +152,9 @@ class AdapterMetrics:
             labels=("adapter", "outcome"),
         )
         prompt = CounterMetricFamily("multilora_prompt_tokens", "Prompt tokens, likewise.", labels=("adapter",))
+        cached = CounterMetricFamily(
+            "multilora_cached_prompt_tokens", "Prompt tokens that the prefix cache had, likewise.", labels=("adapter",)
+        )
         generated = CounterMetricFamily(
             "multilora_generation_tokens", "Tokens generated, likewise.", labels=("adapter",)
         )
@@ -160,10 +168,11 @@ class AdapterMetrics:
             for outcome, count in one.ended():
                 ended.add_metric((label, outcome), count)
             prompt.add_metric((label,), one.prompt_tokens)
+            cached.add_metric((label,), one.cached_tokens)
             generated.add_metric((label,), one.generation_tokens)
             if (version := self.version_of(name)) is not None:
                 info.add_metric((label, str(version.number), version.digest[:12]), 1)
-        yield from (ended, prompt, generated, info, *self._for_routers())
+        yield from (ended, prompt, cached, generated, info, *self._for_routers())
 
     def _busiest(self, counts: dict[str, _Counts]) -> list[str]:
         return heapq.nlargest(self._most_shown, counts, key=lambda name: (counts[name].tokens(), name))

@@ -335,15 +335,15 @@ class SequenceTimer:
         """From admission to the first token."""
         return None if self._first is None else self._first - self._started
 
-    def token(self, waited_seconds: float | None = None) -> None:
-        """A token arrived; `waited_seconds` as `Tokens` has it."""
+    def token(self, waited_seconds: float | None = None, num_cached: int = 0) -> None:
+        """A token arrived; `waited_seconds` and `num_cached` as `Tokens` has them."""
         before, self._last = self._last, time.perf_counter()
         if self._first is not None:
             self._metrics.inter_token.observe(self._last - before)
         else:
             self._first, self._waited_seconds = self._last, waited_seconds or 0.0
             self._metrics.time_to_first_token.observe(self._first - self._started)
-            self._metrics.by_adapter.first_token(self._adapter)
+            self._metrics.by_adapter.first_token(self._adapter, num_cached)
         self.num_tokens += 1
 
     def begin_anew(self) -> None:

@@ -148,5 +148,5 @@ class Answer(ABC, Generic[AnyRequest]):
             "prompt_tokens": num_prompt,
             "completion_tokens": num_completion,
             "total_tokens": num_prompt + num_completion,
-            "prompt_tokens_details": {"cached_tokens": self.job.num_cached_tokens(num_choices)},
+            "prompt_tokens_details": {"cached_tokens": self.job.num_cached_tokens},
         }

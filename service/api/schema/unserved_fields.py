@@ -67,8 +67,9 @@ _TEMPLATE = "send what the chat template takes in `chat_template_kwargs`"
 
 # Fields of completions and chat completions. A field that only one of them serves is in that one's schema.
 GENERATION_FIELDS = _table(
-    # Caller, purpose and cache keys: nothing is kept between requests here.
+    # Caller and purpose.
     _inert("user", "metadata", "store", "service_tier", "safety_identifier"),
+    # Hints for caches: prompts are found by their tokens, and `cache_salt` alone divides them.
     _inert("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
     _inert("request_id", "rid", "session_id", "extra_key", "custom_labels"),
     _refused("priority", neutral=(0,)),

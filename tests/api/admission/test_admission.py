@@ -380,10 +380,7 @@ def test_many_log_probabilities_are_written_beside_the_loop(
         name, fingerprint = "tiny", "fp_0"
         plans = (SimpleNamespace(prompt=Prompt((1,), "a")),)
         runs = (SimpleNamespace(num_prompt_tokens=1),)
-        num_completion_tokens = num_tokens
-
-        def num_cached_tokens(self, _num_choices: int) -> int:
-            return 0
+        num_completion_tokens, num_cached_tokens = num_tokens, 0
 
         async def collect(self) -> list[OutputChunk]:
             return [piece]

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+import torch
 
+from service.models.families import model_spec
+from service.models.layers.caches import kv_bytes_per_token
+from service.models.spec.config_json import read_config
 from service.tenants.edit import add_key
 from service.tenants.keys_file import Scope
 from tests.support.http.server import Server, running_server, wait_for
@@ -96,6 +101,57 @@ def test_sixteen_choices_compute_their_prompt_once(cached: Cached) -> None:
     )
     computed = 16 * num_prompt - (cached.metric("vllm:prefix_cache_hits_total", key) - hit)
     assert computed <= 1.1 * num_prompt
+
+
+def test_equal_prompts_sent_at_once_are_computed_once(cached: Cached) -> None:
+    key = cached.key("at-once", "infer", "admin")
+    queried, hit = (cached.metric(f"vllm:prefix_cache_{name}_total", key) for name in ("queries", "hits"))
+    shown = cached.metric("multilora_cached_prompt_tokens_total", key)
+    with ThreadPoolExecutor(64) as clients:
+        found = list(clients.map(lambda _: cached.usage(key, prompt=TEXT[3:] * 6), range(64)))
+    num_prompt = found[0][0]
+    wait_for(
+        lambda: cached.metric("multilora_prefix_cache_queries_total", key) == queried + 64 * num_prompt,
+        "the engine's report",
+    )
+    num_hit = cached.metric("vllm:prefix_cache_hits_total", key) - hit
+    assert 64 * num_prompt - num_hit <= 1.1 * num_prompt
+    assert num_hit == sum(num_cached for _, num_cached in found)
+    assert cached.metric("multilora_cached_prompt_tokens_total", key) - shown == num_hit
+
+
+def test_a_whole_answer_names_its_cached_tokens_in_a_header(cached: Cached) -> None:
+    key, name = cached.key("headers"), "X-Multilora-Cached-Tokens"
+    body = {"prompt": TEXT[9:], "max_tokens": 2}
+    first, second = (cached.post("/v1/completions", key, **body, prompt_cache_key="k") for _ in range(2))
+    num_cached = whole_blocks(second.json()["usage"]["prompt_tokens"])
+    assert (first.headers[name], second.headers[name]) == ("0", str(num_cached))
+    batch = cached.post("/v1/completions/batch", key, items=[body, body])
+    assert batch.headers[name] == str(2 * num_cached)
+    assert name not in cached.post("/v1/completions", key, **body, stream=True).headers
+    assert name not in cached.post("/v1/embeddings", key, input=TEXT[9:]).headers
+    assert name not in cached.post("/v1/completions", key, **body, cache_salt="").headers
+
+
+def test_a_cache_of_hardly_more_than_a_prompt_changes_no_answer(tmp_path: Path) -> None:
+    model = make_tiny_model("llama", tmp_path / "model", max_position_embeddings=2048)
+    block_bytes = BLOCK * kv_bytes_per_token(model_spec(read_config(model)), torch.float32)
+    with running_server(model, tmp_path / "server", kv_bytes=21 * block_bytes, dtype="float32") as server:
+
+        def ask(prompt: str, salt: str = "s") -> tuple[str, int, int]:
+            body = {"prompt": prompt, "max_tokens": 4, "ignore_eos": True, "temperature": 0, "cache_salt": salt}
+            answer = server.post("/v1/completions", json=body)
+            usage = answer.json()["usage"]
+            details = usage["prompt_tokens_details"]
+            return answer.json()["choices"][0]["text"], usage["prompt_tokens"], details["cached_tokens"]
+
+        cold, num_prompt, _ = ask(TEXT)
+        assert num_prompt > 19 * BLOCK - 8
+        assert ask(TEXT) == (cold, num_prompt, whole_blocks(num_prompt))
+        assert ask(TEXT[::-1])[2] == 0
+        assert ask(TEXT, "other")[::2] == ask(TEXT, "another")[::2] == (cold, 0)
+        refused = server.post("/v1/completions", json={"prompt": TEXT * 2})
+        assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
 def test_nobody_finds_what_other_tenants_have_asked(cached: Cached) -> None:
