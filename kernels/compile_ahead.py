@@ -7,14 +7,12 @@ are twice as fast as one, no more.)
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import importlib.util
 import logging
 import multiprocessing
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -23,6 +21,7 @@ from typing import Any
 
 import torch
 
+from kernels.child_process import die_with_parent
 from kernels.platform import contract, in_use
 
 log = logging.getLogger(__name__)
@@ -30,7 +29,6 @@ log = logging.getLogger(__name__)
 MAX_PROCESSES = 16
 # A process takes seconds to import torch and Triton, which is worth it for several variants only.
 MIN_VARIANTS = 4
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +136,7 @@ def _compile(variants: list[Variant]) -> None:
 
 def _begin(target: dict[str, Any]) -> None:
     """In a process of the pool: it dies with its parent, and takes `target` for its device."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     for ignored in (signal.SIGINT, signal.SIGTERM):  # the parent's to judge
         signal.signal(ignored, signal.SIG_IGN)
     gpu_target = importlib.import_module("triton.backends.compiler").GPUTarget(**target)

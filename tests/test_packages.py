@@ -111,6 +111,7 @@ LAYERS: dict[str, dict[str, str]] = {
         "activation": "",
         "arrays": "",
         "ascend_chips": "",
+        "child_process": "",
         "query_starts": "",
         "triton_launch": "",
         "attention_maps": "arrays",
@@ -118,7 +119,7 @@ LAYERS: dict[str, dict[str, str]] = {
         "contract": "attention_maps shapes",
         "platform": "ascend_chips contract",
         "ascend_runtime": "platform",
-        "compile_ahead": "platform",
+        "compile_ahead": "child_process platform",
         "linear": "contract platform",
         "paged_attention": "attention_maps contract platform shapes triton_launch",
         "rms_norm": "contract platform triton_launch",
@@ -132,7 +133,7 @@ LAYERS: dict[str, dict[str, str]] = {
         "lora": "arrays ascend_relaunch ascend_runtime contract platform triton_launch",
         "rotary_kv": "ascend_relaunch contract paged_attention platform shapes triton_launch",
         "lora_window": "ascend_relaunch contract lora platform triton_launch",
-        "probe": "ascend_runtime attention_maps causal_conv1d compile_ahead experts gated_delta "
+        "probe": "ascend_runtime attention_maps causal_conv1d child_process compile_ahead experts gated_delta "
         "linear lora lora_window paged_attention platform rms_norm rotary_kv row_scatter sampling shapes swiglu",
     },
     "adapters": {

@@ -21,8 +21,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from adapters.isolation.child_process import child_environment
 from adapters.isolation.confinement import confine
+from kernels.child_process import child_environment
 
 log = logging.getLogger(__name__)
 

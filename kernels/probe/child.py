@@ -7,25 +7,23 @@ ended to the descriptor.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import importlib
 import json
 import os
-import signal
 import sys
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
+from kernels.child_process import die_with_parent
+
 DEVICE_IS_LOST = 3
-_PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
     """The exit code. What stops the whole probe, such as an absent device, is a line of its own."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     # The parent waits for the end of this stream, which a compiler started here would keep open.
     os.set_inheritable(int(sys.argv[1]), False)
     with os.fdopen(int(sys.argv[1]), "w", buffering=1) as channel:

@@ -33,7 +33,7 @@ def choose_implementations(
     platform = in_use(where)
     if where.type == "cpu":
         if process is not None:
-            process.close()
+            process.end()
         reports = probe_here(tuple(platform.implementations.items()), platform.device, where, shapes)
     else:
         reports = tuple(probe_apart(platform, device, shapes, process=process))

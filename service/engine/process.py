@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from adapters.errors import AdapterError
-from adapters.isolation.child_process import die_with_parent
+from kernels.child_process import die_with_parent
 from kernels.probe.probe_process import ProbeProcess
 from service import logs
 from service.engine.ipc.config import EngineOptions
@@ -177,7 +177,7 @@ def _start(options: EngineOptions) -> Engine:
         return _warm_engine(options, probing)
     finally:
         if probing is not None:
-            probing.close()
+            probing.end()
 
 
 def _warm_engine(options: EngineOptions, probing: ProbeProcess | None) -> Engine:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from adapters.isolation.child_process import child_environment, die_with_parent
+from kernels.child_process import child_environment, die_with_parent
 from service.doctor.checks.step_process import StepFailed, StepHost
 
 _FIRST_LAUNCH_SECONDS = 100.0

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from adapters.isolation.child_process import child_environment, die_with_parent
+from kernels.child_process import child_environment, die_with_parent
 from service.doctor.checks.step_process import StepFailed, StepHost
 
 _TOOLS = {"npu": ("npu-smi", "info"), "cuda": ("nvidia-smi",)}

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
-from adapters.isolation.child_process import die_with_parent
+from kernels.child_process import die_with_parent
 from service.doctor.report import Level
 
 if TYPE_CHECKING:

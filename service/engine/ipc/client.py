@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from adapters.isolation.child_process import child_environment
+from kernels.child_process import child_environment
 from service.engine.ipc.config import EngineOptions
 from service.engine.ipc.link import EngineLink
 from service.engine.ipc.messages import Drain, EngineStatus, Tier

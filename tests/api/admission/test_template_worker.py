@@ -18,7 +18,7 @@ import jinja2.filters
 import pytest
 
 from adapters.isolation.bounded_child import OUT_OF_MEMORY, BoundedChild
-from adapters.isolation.child_process import child_environment
+from kernels.child_process import child_environment
 from service.fairness.client_identity import CLIENT
 from service.text.chat_template import ChatTemplate
 from service.text.template_sandbox import TemplateError
