@@ -18,8 +18,8 @@ export TIER
 # A test that hangs fails by its name, far above what any takes on a busy machine, and the others go on.
 PYTEST := $(BIN)/python -m pytest --timeout 900 --tier $(TIER)
 
-.PHONY: serve test test-wide test-service test-ops test-ascend test-hostile test-kills clients test-clients image-test check format \
-	bench bundle clean
+.PHONY: serve test test-wide test-wide-parts test-service test-ops test-ascend test-ray test-hostile test-kills clients \
+	test-clients image-test check format bench bundle clean
 
 serve: $(VENV)/.runtime
 	$(BIN)/multilora serve $(ARGS)
@@ -32,11 +32,17 @@ test: $(VENV)/.dev
 # processes killed at random, hostile input, and mutants of the Ascend kernels.
 test-wide:
 	@echo "test-wide adds: model families, examples of Hypothesis, clients, Ray, browser, kills, hostile input, mutants"
-	@$(MAKE) --no-print-directory test TIER=wide
+	@$(MAKE) --no-print-directory --keep-going test-wide-parts TIER=wide
+
+test-wide-parts: test test-ray
 
 # Models, engine, HTTP, adapters, documents.
 test-service: $(VENV)/.dev
-	$(PYTEST) tests bench --ignore tests/ops -n 2 --dist loadfile $(ARGS)
+	$(PYTEST) tests bench --ignore tests/ops --ignore tests/ray_serve -n 2 --dist loadfile $(ARGS)
+
+# The server on Ray Serve, without neighbours: Ray gives its own processes seconds where a busy machine takes minutes.
+test-ray: $(VENV)/.dev
+	$(PYTEST) tests/ray_serve --tier all $(ARGS)
 
 # Every op's implementations, the kernels for NVIDIA GPUs in Triton's interpreter.
 test-ops: $(VENV)/.dev

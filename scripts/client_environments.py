@@ -1,7 +1,7 @@
 r"""Make the environments that the tests run clients in: `python scripts/client_environments.py [NAME ...]`.
 
 Each folder below tests that pins packages has one, .venv-clients/NAME: of Python by requirements.txt, of Node by
-package-lock.json. Ray is one (tests/cluster/ray). Without names all are made but for the largest.
+package-lock.json. Ray is one (tests/ray_serve/ray). Without names all are made but for the largest.
 They need the package indexes; what cannot be made is told here, and by the tests that were not run. Pins are renewed
 with
 

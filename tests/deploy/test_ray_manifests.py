@@ -1,4 +1,4 @@
-"""deploy/ray: what can be checked without Ray and without a cluster. tests/cluster/test_ray.py has Ray read it."""
+"""deploy/ray: what can be checked without Ray and a cluster. tests/ray_serve/test_application.py has Ray read it."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ _MAX_TOKENS = 3
 _LENGTHS = {
     "/v1/completions": "max_tokens",
     "/v1/chat/completions": "max_tokens",
+    "/v1/chat/completions/batch": "max_tokens",
     "/v1/responses": "max_output_tokens",
 }
 
@@ -44,7 +45,7 @@ def before_call(context: Any, case: Any, kwargs: dict[str, Any]) -> None:  # noq
         kwargs |= {"data": {}, "files": _FILES}
     elif "lora_path" in body and "lora_name" in body:
         body["lora_path"] = _ADAPTER.name
-    elif case.path.endswith("/batch"):
+    elif case.path == "/v1/completions/batch":
         for item in body["items"]:
             if isinstance(item, dict):
                 _make_servable(item, "max_tokens")

@@ -67,6 +67,8 @@ def _go_on_where_ray_is(arguments: Sequence[str]) -> NoReturn:
         "RAY_LOG_TO_STDERR": "1",
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        # Ray kills a proxy that has not started after three checks of 5 s.
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
         **_ports(),
     }
     os.execve(python, [python, "-m", "tests.support.on_ray.ray_server", *arguments], {**os.environ, **own})

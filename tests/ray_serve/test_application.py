@@ -338,7 +338,13 @@ def test_the_file_of_deploy_starts_a_server_that_serves(tmp_path: Path) -> None:
         "local",
         str(tmp_path / "serve.yaml"),
     ]
-    own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_SERVE_ENABLE_HA_PROXY": "0"}
+    own = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_SERVE_ENABLE_HA_PROXY": "0",
+        # Ray kills a proxy that has not started after three checks of 5 s, and with it the command.
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+    }
     env = {**os.environ, **own, "PYTHONPATH": _PATHS, "RAY_USAGE_STATS_ENABLED": "0"}
     with log.open("wb") as file:
         process = subprocess.Popen(command, env=env, stdout=file, stderr=file)
