@@ -18,7 +18,7 @@ export TIER
 # A test that hangs fails by its name, far above what any takes on a busy machine, and the others go on.
 PYTEST := $(BIN)/python -m pytest --timeout 900 --tier $(TIER)
 
-.PHONY: serve test test-wide test-wide-parts test-service test-ops test-ascend test-ray test-hostile test-kills clients \
+.PHONY: serve test test-wide test-service test-ops test-ascend test-ray test-hostile test-kills clients \
 	test-clients image-test check format bench bundle clean
 
 serve: $(VENV)/.runtime
@@ -28,13 +28,11 @@ serve: $(VENV)/.runtime
 test: $(VENV)/.dev
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target test-ascend test-service test-ops
 
-# The tests that `make test` leaves out: all model families, all examples of Hypothesis, clients, Ray, the browser,
-# processes killed at random, hostile input, and mutants of the Ascend kernels.
+# The tests that `make test` leaves out: all model families, all examples of Hypothesis, clients, the browser, processes
+# killed at random, hostile input, and mutants of the Ascend kernels.
 test-wide:
-	@echo "test-wide adds: model families, examples of Hypothesis, clients, Ray, browser, kills, hostile input, mutants"
-	@$(MAKE) --no-print-directory --keep-going test-wide-parts TIER=wide
-
-test-wide-parts: test test-ray
+	@echo "test-wide adds: model families, examples of Hypothesis, clients, browser, kills, hostile input, mutants"
+	@$(MAKE) --no-print-directory test TIER=wide
 
 # Models, engine, HTTP, adapters, documents.
 test-service: $(VENV)/.dev
