@@ -10,7 +10,7 @@ one adapter fills the step; the best stands here), so ratios to them mean someth
 Calls follow one another directly, so with dependent launch each begins while the one before it ends. `--isolated` lets
 a call begin only when the one before is complete, as it is in a model after a kernel that knows nothing of this.
 
-Then come 12 rows drawn at random, from a seed that is printed, beside cuBLAS grouped by adapter in the same run.
+Then come 20 rows drawn at random, from a seed that is printed, beside cuBLAS grouped by adapter in the same run.
 """
 
 from __future__ import annotations
@@ -281,7 +281,7 @@ def main() -> None:
     parser.add_argument("--isolated", action="store_true", help="no overlap between one call and the next")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
-    parser.add_argument("--seed", type=int, help="of 12 further rows, beside cuBLAS; default: a random one, printed")
+    parser.add_argument("--seed", type=int, help="of 20 further rows, beside cuBLAS; default: a random one, printed")
     arguments = parser.parse_args()
     linear: Linear = ops.lora_linear
     if arguments.isolated:

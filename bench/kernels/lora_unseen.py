@@ -9,7 +9,7 @@ import torch
 from bench.kernels.lora import Row
 from kernels.lora.maps import LoraMaps, LoraStack
 
-NUM_UNSEEN = 12
+NUM_UNSEEN = 20
 _IN_FEATURES = (2048, 3072, 4096, 5120, 8192, 14336)
 _WIDTHS = ((1024,), (4096,), (4096, 1024, 1024), (5120,), (11008, 11008), (14336, 14336))
 _RANKS = (8, 16, 32, 64, 128)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch.autograd import DeviceType
 from bench.rounds import forth_and_back, percentile
 from bench.steps import engine
 from service.doctor.checks.profiles import NUM_STEPS, figures_of_events
+from tests.support.http.server import running_server
 from tests.support.limits import LIMIT_SECONDS
 
 ROOT = Path(__file__).parents[2]
@@ -115,3 +117,20 @@ def test_a_profile_counts_time_that_kernels_share_once() -> None:
     assert found["kernels"][0] == {
         "name": "shrink", "calls_per_step": pytest.approx(2 / NUM_STEPS), "us_per_step": pytest.approx(20 / NUM_STEPS)
     }  # fmt: skip
+
+
+def test_a_server_by_its_address_is_measured_with_its_adapters(tmp_path: Path) -> None:
+    out = tmp_path / "figures.json"
+    with running_server(None, tmp_path) as server:
+        command = (
+            f"{sys.executable} -m bench.http.any_server --url {server.url} --models base shout --rounds 2 --json {out}"
+        )
+        size = ["--requests", "4", "--prompt-words", "5", "--output-tokens", "6"]
+        subprocess.run([*command.split(), *size], cwd=ROOT, check=True, capture_output=True, timeout=LIMIT_SECONDS)
+        log = server.log
+    rounds = json.loads(out.read_text())["rounds"]
+    assert len(rounds) == 2
+    assert all(one["output_tokens_per_second"] > 0 and one["first_token_ms_p50"] > 0 for one in rounds)
+    # The round before them warms the server.
+    for model in ("base", "shout"):
+        assert len(re.findall(rf"path=/v1/completions status=200 .* model={model} ", log)) == 3 * 2
