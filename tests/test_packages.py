@@ -194,12 +194,12 @@ LAYERS: dict[str, dict[str, str]] = {
         "http": "errors schema threads",
         "state": "engine_protocol errors logprob_budget metrics page_cache queue_limits schema store_health uploads",
         "access": "errors page state",
-        "admission": "access errors http run_in_thread schema state",
+        "admission": "access errors http queue_limits run_in_thread schema state",
         "openapi": "access schema",
         "generation": "admission errors http logprob_budget metrics run_in_thread schema state",
         "entry": "access errors generation http metrics schema",
         "adapter_routes": "access admission entry errors openapi page_cache schema state threads uploads",
-        "routes": "access adapter_routes admission entry errors generation http openapi "
+        "routes": "access adapter_routes admission entry errors generation http openapi queue_limits "
         "run_in_thread schema state threads",
     },
 }

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from adapters.errors import Malformed
 from adapters.files.manifest import Manifest
 from adapters.peft.invocation import invocation_start
-from service.api.admission.queue_slots import client_of_places, enter, leave
+from service.api.admission.pipeline import reserve
 from service.api.errors import BadRequest, NotReady
 from service.api.state import Services
 from service.engine.ipc.messages import Finished, Sampling, Submit
@@ -69,12 +69,11 @@ def _paid(services: Services, tenant: Tenant, num_prompt_tokens: int) -> Iterato
             "without ?probe=true.",
             param="probe",
         )
-    client = client_of_places(services, tenant, services.settings.base_name)
-    enter(services, tenant, 1, client)
+    places = reserve(services, tenant, 1, services.settings.base_name)
     try:
         yield tenant.take_tokens(num_tokens)
     finally:
-        leave(services, tenant, 1, client)
+        places.release()
 
 
 def prompt_for(manifest: Manifest, vocab_size: int, limit_tokens: int) -> tuple[int, ...]:

@@ -1,14 +1,13 @@
-"""A request's messages or prompts to tokens."""
+"""The prompts of a request: its messages or texts rendered, then tokenised, and checked to fit the engine."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from adapters.files.paths import DEFAULT_TEMPLATE
-from service.api.admission.lengths import refuse_hopeless, wanted_tokens
 from service.api.admission.model_resolution import ResolvedModel
 from service.api.admission.parsers import (
     is_effort_idle,
@@ -21,7 +20,13 @@ from service.api.admission.parsers import (
 from service.api.errors import BadRequest, quoted
 from service.api.http.json_body import check_inner_counts
 from service.api.run_in_thread import LONG_TEXT_CHARS, run_in_thread
-from service.api.schema.requests import ChatRequest, CompletionRequest, TokenizeRequest
+from service.api.schema.requests import (
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    PromptRequest,
+    TokenizeRequest,
+)
 from service.api.schema.tools import tools_chars
 from service.api.state import Services
 from service.engine.ipc.messages import Ready
@@ -31,17 +36,36 @@ from service.text.chat_template import RESERVED_VARIABLES, ChatTemplate, chosen_
 from service.text.template_sandbox import TemplateError
 from service.text.template_worker import AdapterTemplate, LimitError
 
+DEFAULT_COMPLETION_TOKENS = 16
+# Characters of a text that may exceed the context, far beyond most contexts: clients count tokens of such texts too.
+# Tokenising takes 200 bytes for each.
+MAX_TEXT_CHARS = 1 << 20
+# And of one that should fit, for each token of the context: a vocabulary may have single tokens of hundreds of spaces,
+# but no prompt is made of them alone.
+_CHARS_PER_TOKEN = 16
 # A message costs as much as so many characters of one, however short it is.
 _MESSAGE_CHARS = 50
 _VALUE_CHARS = 5
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """One prompt: its tokens, the text that `echo` gives back, and how its answers are to be read.
+class RenderedPrompt:
+    """One prompt before it is tokenised: a text, or the client's own token ids.
 
+    field     the request's field that it comes from, for errors
+    reading   the way to read its answers
     left_out  names of the request's fields that its answers do without
     """
+
+    text: str | list[int]
+    field: str
+    reading: ParserConfig = PLAIN
+    left_out: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt: its tokens, and the text that `echo` gives back; the others as in `RenderedPrompt`."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -49,31 +73,176 @@ class Prompt:
     left_out: tuple[str, ...] = ()
 
 
-async def request_prompts(
-    services: Services, ready: Ready, target: ResolvedModel, request: CompletionRequest | ChatRequest
-) -> list[Prompt]:
+async def rendered(
+    services: Services, target: ResolvedModel, request: PromptRequest | TokenizeRequest
+) -> list[RenderedPrompt]:
+    """The request's prompts in order; of messages the one that the chat template makes of them."""
+    if isinstance(request, ChatRequest | TokenizeRequest):
+        return [await _rendered_chat(services, target, request)]
     if isinstance(request, CompletionRequest):
-        return await completion_prompts(services, ready, request)
-    return [await chat_prompt(services, target, request)]
+        return [RenderedPrompt(text, "prompt") for text in raw_prompts(request)]
+    is_one = isinstance(request.input, str) or (bool(request.input) and isinstance(request.input[0], int))
+    return [
+        RenderedPrompt(text, "input" if is_one else f"input[{index}]")
+        for index, text in enumerate(raw_prompts(request))
+    ]
 
 
-def truncated(services: Services, ready: Ready, request: CompletionRequest | ChatRequest, prompt: Prompt) -> Prompt:
-    """The prompt after `truncate_prompt_tokens`. BadRequest if it keeps more tokens than fit."""
-    asked = request.truncate_prompt_tokens
+def raw_prompts(request: CompletionRequest | EmbeddingRequest) -> list[str | list[int]]:
+    """The four forms of `prompt` and `input` as one."""
+    field, raw = ("prompt", request.prompt) if isinstance(request, CompletionRequest) else ("input", request.input)
+    if isinstance(raw, str):
+        return [raw]
+    if not raw:
+        raise BadRequest(f"`{field}` is an empty list; send at least one token or text.", param=field)
+    return [raw] if isinstance(raw[0], int) else list(raw)
+
+
+async def tokenized(
+    services: Services,
+    request: PromptRequest | TokenizeRequest,
+    prompts: Sequence[RenderedPrompt],
+    ready: Ready | None = None,
+) -> list[Prompt]:
+    """The prompts' tokens, of which this engine can run all. BadRequest names the field of one that cannot fit.
+
+    ready  None: nothing is to be run, and tokens beyond the context are right too
+    """
+    for one in prompts:
+        if isinstance(one.text, str):
+            refuse_hopeless(services, request, one.text, one.field)
+
+    def work() -> list[Prompt]:
+        return [_tokenized(services, request, one, ready) for one in prompts]
+
+    return await run_in_thread(work, size_chars=sum(len(one.text) for one in prompts))
+
+
+def _tokenized(
+    services: Services, request: PromptRequest | TokenizeRequest, prompt: RenderedPrompt, ready: Ready | None
+) -> Prompt:
+    text, echo = prompt.text, isinstance(request, CompletionRequest) and bool(request.echo)
+    if isinstance(text, str):
+        # A chat's template writes the tokenizer's own special tokens.
+        special = (
+            bool(request.add_special_tokens)
+            if hasattr(request, "messages")
+            else request.add_special_tokens is not False
+        )
+        token_ids = encoded(services, text, special=special)
+    else:
+        token_ids = tuple(text)
+    if ready is None or isinstance(request, TokenizeRequest):
+        return Prompt(token_ids, text if isinstance(text, str) else "", prompt.reading, prompt.left_out)
+    kept = _truncated(ready, request, token_ids)
+    _check_fits(ready, request, kept, prompt.field)
+    if not isinstance(text, str) or len(kept) < len(token_ids):
+        text = services.tokenizer.decode(kept, skip_special_tokens=False) if echo else ""
+    return Prompt(kept, text, prompt.reading, prompt.left_out)
+
+
+def encoded(services: Services, text: str, *, special: bool) -> tuple[int, ...]:
+    """Text to tokens, with the special tokens of the tokenizer's post-processor if `special`."""
+    return tuple(services.tokenizer.encode(text, add_special_tokens=special))
+
+
+def context_limit(ready: Ready) -> int:
+    """Tokens of a prompt and its answer that the engine can hold."""
+    return min(ready.max_model_len_tokens, ready.kv_capacity_tokens)
+
+
+def refuse_hopeless(services: Services, request: PromptRequest | TokenizeRequest, text: str, field: str) -> None:
+    """BadRequest for a text that is too long however its tokens fall, before they are looked for."""
+    ready, most_chars = services.engine.ready, services.tokenizer.max_chars_per_token
+    has = f"{_subject(field)} has {len(text)} characters"
+    if not isinstance(request, TokenizeRequest) and request.truncate_prompt_tokens is not None:
+        if len(text) > MAX_TEXT_CHARS:
+            raise BadRequest(f"{has}; to be truncated it may have {MAX_TEXT_CHARS}: shorten it.", param=field)
+        return
+    longest = MAX_TEXT_CHARS
+    if ready is not None:
+        limit = context_limit(ready)
+        if most_chars is not None and len(text) > limit * most_chars:
+            raise BadRequest(
+                f"{has}, which cannot be within the {limit} tokens that this server holds for a request; shorten it.",
+                param=field,
+            )
+        longest = max(MAX_TEXT_CHARS, limit * _CHARS_PER_TOKEN)
+    if len(text) > longest:
+        raise BadRequest(f"{has}, of which this server takes {longest}; shorten it.", param=field)
+
+
+def _subject(field: str) -> str:
+    """The prompt in a sentence; of several inputs the one that is wrong."""
+    return f"`{field}`" if field.startswith("input") else "The prompt"
+
+
+def _truncated(ready: Ready, request: PromptRequest, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """The prompt after `truncate_prompt_tokens`. BadRequest if that is more tokens than fit."""
+    asked, limit = request.truncate_prompt_tokens, context_limit(ready)
     if asked is None:
-        return prompt
-    limit = min(ready.max_model_len_tokens, ready.kv_capacity_tokens)
+        return token_ids
     if asked > limit:
         raise BadRequest(
             f"`truncate_prompt_tokens` is {asked}, but this server holds {limit} tokens for a request; lower it.",
             param="truncate_prompt_tokens",
         )
-    most = asked if asked > 0 else max(1, limit - (wanted_tokens(request) or 1))
-    if len(prompt.token_ids) <= most:
-        return prompt
-    token_ids = prompt.token_ids[:most] if request.truncation_side == "right" else prompt.token_ids[-most:]
-    text = services.tokenizer.decode(token_ids, skip_special_tokens=False) if request.echo else ""
-    return replace(prompt, token_ids=token_ids, text=text)
+    wanted = wanted_tokens(request)
+    most = asked if asked > 0 else max(1, limit - (1 if wanted is None else wanted))
+    return token_ids[:most] if request.truncation_side == "right" else token_ids[-most:]
+
+
+def _check_fits(ready: Ready, request: PromptRequest, token_ids: Sequence[int], field: str) -> None:
+    """BadRequest for a prompt without tokens, with unknown ones, or too long to have its answer beside it."""
+    num_prompt, limit, subject = len(token_ids), context_limit(ready), _subject(field)
+    if num_prompt == 0:
+        raise BadRequest(f"{subject} has no tokens; send at least one.", param=field)
+    wanted = num_answer_tokens(ready, request, num_prompt)
+    if num_prompt > limit and isinstance(request, EmbeddingRequest):
+        raise BadRequest(
+            f"{subject} has {num_prompt} tokens, but this server holds {limit} for a request; shorten it, or send "
+            "`truncate_prompt_tokens`.",
+            param=field,
+        )
+    if num_prompt + wanted > limit:
+        what = "context length" if limit == ready.max_model_len_tokens else "KV cache (--kv-bytes)"
+        raise BadRequest(
+            f"The {what} holds {limit} tokens, but the prompt has {num_prompt} and up to {wanted} are to be generated; "
+            "shorten the prompt or lower the number of tokens.",
+            param=field if num_prompt >= limit else _limit_field(request),
+        )
+    # After the length: this walks through all of them.
+    too_high = next((token_id for token_id in token_ids if token_id >= ready.vocab_size), None)
+    if too_high is not None:
+        raise BadRequest(
+            f"`{field}` holds the token {too_high}, which is out of vocabulary: the last token is "
+            f"{ready.vocab_size - 1}.",
+            param=field,
+        )
+
+
+def num_answer_tokens(ready: Ready, request: PromptRequest, num_prompt_tokens: int) -> int:
+    """The request's token limit, or the rest of the context."""
+    wanted = wanted_tokens(request)
+    return max(1, context_limit(ready) - num_prompt_tokens) if wanted is None else wanted
+
+
+def wanted_tokens(request: PromptRequest) -> int | None:
+    """The largest number of tokens of an answer; None for the rest of the context."""
+    if isinstance(request, EmbeddingRequest):
+        return 0
+    if isinstance(request, ChatRequest):
+        return request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
+    wanted = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+    if wanted == 0 and not request.echo:
+        raise BadRequest("`max_tokens` is 0; that is allowed with `echo` only.", param="max_tokens")
+    return wanted
+
+
+def _limit_field(request: PromptRequest) -> str:
+    if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
+        return "max_completion_tokens"
+    return "max_tokens"
 
 
 def _cost_chars(variables: Any) -> int:
@@ -122,19 +291,18 @@ def _required_template(
     )
 
 
-async def chat_prompt(services: Services, target: ResolvedModel, request: ChatRequest | TokenizeRequest) -> Prompt:
-    """The request's messages, which it must have, through the chat template to tokens."""
-    messages, given = request.messages, request.chat_template_kwargs
+async def _rendered_chat(
+    services: Services, target: ResolvedModel, request: ChatRequest | TokenizeRequest
+) -> RenderedPrompt:
+    messages, given = request.messages, request.chat_template_kwargs or {}
     assert messages is not None, "a request without messages has no chat"
-    taken = RESERVED_VARIABLES & set(given or ())
-    if taken:
+    if taken := RESERVED_VARIABLES & given.keys():
         raise BadRequest(f"chat_template_kwargs may not hold {', '.join(sorted(taken))}.", param="chat_template_kwargs")
     final = bool(request.continue_final_message)
     generate = not final if request.add_generation_prompt is None else request.add_generation_prompt
-
     tools = shown_tools(request)
 
-    def render() -> tuple[str, ParserConfig, tuple[str, ...]]:
+    def render() -> RenderedPrompt:
         check_inner_counts([text for message in messages for text in message.json_texts])
         plain = [message.for_template() for message in messages]
         template = _required_template(services, target, request.chat_template_name, has_tools=bool(tools))
@@ -146,33 +314,27 @@ async def chat_prompt(services: Services, target: ResolvedModel, request: ChatRe
             add_generation_prompt=generate,
             continue_final_message=final,
             tools=[tool.for_template() for tool in tools] or None,
-            given=given or {},
+            given=given,
             writes_tools=writes_tools,
         )
-        names = left_out(request)
-        if is_effort_idle(services, request, template.source, seen):
-            names.append("reasoning_effort")
         if lost := next((message for message in messages if message.is_lost_in(text)), None):
             raise BadRequest(
                 f"The chat template does not show messages of the role {quoted(lost.role)!r}; send one that it knows.",
                 param="messages",
             )
         if isinstance(request, TokenizeRequest):
-            return text, PLAIN, ()
+            return RenderedPrompt(text, "messages")
+        names = left_out(request)
+        if is_effort_idle(services, request, template.source, seen):
+            names.append("reasoning_effort")
         reading = reading_of(services, request, template.source, text, writes_tools=writes_tools)
-        return text, reading, tuple(names)
-
-    def encode(text: str, reading: ParserConfig, names: tuple[str, ...]) -> Prompt:
-        refuse_hopeless(services, request, text, "messages")
-        prompt = encoded(services, text, special=bool(request.add_special_tokens))
-        return replace(prompt, reading=reading, left_out=names)
+        return RenderedPrompt(text, "messages", reading, tuple(names))
 
     if target.has_template:
         async with services.template_turn(target.turn):
-            rendered = await asyncio.wrap_future(services.template_workers.submit(render))
-        return await run_in_thread(lambda: encode(*rendered), size_chars=len(rendered[0]))
+            return await asyncio.wrap_future(services.template_workers.submit(render))
     size_chars = sum(_MESSAGE_CHARS + message.num_chars for message in messages) + tools_chars(tools)
-    return await run_in_thread(lambda: encode(*render()), size_chars=size_chars + _cost_chars(given))
+    return await run_in_thread(render, size_chars=size_chars + _cost_chars(given))
 
 
 def _first_rendered(
@@ -195,43 +357,3 @@ def _first_rendered(
             refusal = refusal or error
     assert refusal is not None, "there is one choice at least"
     raise refusal
-
-
-async def completion_prompts(services: Services, ready: Ready, request: CompletionRequest) -> list[Prompt]:
-    """The four forms of `prompt` to tokens."""
-    texts = raw_prompts(request)
-    special = request.add_special_tokens is None or request.add_special_tokens
-
-    for text in texts:
-        if isinstance(text, str):
-            refuse_hopeless(services, request, text, "prompt")
-
-    def work() -> list[Prompt]:
-        return [_completion_prompt(services, ready, text, special=special, echo=bool(request.echo)) for text in texts]
-
-    return await run_in_thread(work, size_chars=sum(len(text) for text in texts))
-
-
-def raw_prompts(request: CompletionRequest) -> list[str | list[int]]:
-    """The four forms of `prompt` as one."""
-    raw = request.prompt
-    if isinstance(raw, str):
-        return [raw]
-    if not raw:
-        raise BadRequest("`prompt` is an empty list; send at least one token or text.", param="prompt")
-    return [raw] if isinstance(raw[0], int) else list(raw)
-
-
-def encoded(services: Services, text: str, *, special: bool) -> Prompt:
-    """Text to tokens, with the special tokens of the tokenizer's post-processor if `special`."""
-    return Prompt(tuple(services.tokenizer.encode(text, add_special_tokens=special)), text)
-
-
-def _completion_prompt(services: Services, ready: Ready, raw: str | list[int], *, special: bool, echo: bool) -> Prompt:
-    tokenizer = services.tokenizer
-    if isinstance(raw, str):
-        return encoded(services, raw, special=special)
-    # The text is needed for `echo` only; a prompt that cannot be served is refused once the limits are checked.
-    if not echo or len(raw) > ready.max_model_len_tokens or max(raw, default=0) >= ready.vocab_size:
-        return Prompt(tuple(raw), "")
-    return Prompt(tuple(raw), tokenizer.decode(raw, skip_special_tokens=False))

@@ -2,25 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
 from kernels.sampling.parameters import NEUTRAL, PARAMETERS
-from service.api.admission.token_lists import TokenLists
 from service.api.errors import BadRequest, quoted
 from service.api.schema.error_messages import bad_request
 from service.api.schema.requests import ChatRequest, CompletionRequest, Decoding, Generation
 from service.engine.ipc.messages import Sampling
-from service.text.tokenizer import TextError, read_json
+from service.text.tokenizer import TextError, TextTokenizer, read_json
 
 _SEED_RANGE = 2**63
 _MAX_ID_DIGITS = 10
 _MAX_SHOWN_KEYS = 8
 # Characters of a request's stop strings together; the automaton takes about 150 bytes for each.
 MAX_STOP_CHARS = 4096
+# Characters of a request's bad words together: each step looks for their tokens.
+MAX_BAD_CHARS = 4096
+
+
+@dataclass(frozen=True)
+class TokenLists:
+    """See `Sampling`, whose fields these are. The default allows everything."""
+
+    allowed_tokens: bytes = b""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+    def leave_a_token(self, barred: Iterable[int], vocab_size: int) -> bool:
+        """Whether a token can be chosen wherever the bad words bar what they can, and these tokens are barred too."""
+        gone = {*barred, *(word[-1] for word in self.bad_words)}
+        if not self.allowed_tokens:
+            return len(gone) < vocab_size
+        bits = bytearray(self.allowed_tokens)
+        for token_id in gone:
+            if token_id >> 3 < len(bits):
+                bits[token_id >> 3] &= ~(1 << (token_id & 7))
+        return any(bits)
 
 
 def model_defaults(model_dir: Path) -> Mapping[str, float]:
@@ -187,3 +208,55 @@ def _logit_bias(request: Generation, vocab_size: int) -> dict[int, float]:
 
 def _is_token_id(key: str) -> bool:
     return key.isascii() and key.isdigit() and len(key) <= _MAX_ID_DIGITS
+
+
+def num_list_chars(request: Generation) -> int:
+    """About the characters that `token_lists` has to handle, for `run_in_thread`."""
+    return len(request.allowed_token_ids or ()) + 2 * sum(map(len, request.bad_words or ()))
+
+
+def token_lists(request: Generation, tokenizer: TextTokenizer, vocab_size: int) -> TokenLists:
+    """BadRequest names a wrong field."""
+    return TokenLists(_allowed(request, vocab_size), _bad_words(request, tokenizer, vocab_size))
+
+
+def _allowed(request: Generation, vocab_size: int) -> bytes:
+    token_ids = request.allowed_token_ids
+    if token_ids is None:
+        return b""
+    highest = max(token_ids)
+    if highest >= vocab_size:
+        raise BadRequest(
+            f"allowed_token_ids holds {highest}, which is out of vocabulary: the last token is {vocab_size - 1}.",
+            param="allowed_token_ids",
+        )
+    bits = bytearray(highest // 8 + 1)
+    for token_id in token_ids:
+        bits[token_id >> 3] |= 1 << (token_id & 7)
+    return bytes(bits)
+
+
+def _bad_words(request: Generation, tokenizer: TextTokenizer, vocab_size: int) -> tuple[tuple[int, ...], ...]:
+    """Each word as a text begins with it, and as it stands behind a space."""
+    words = request.bad_words or []
+    num_chars = sum(map(len, words))
+    if num_chars > MAX_BAD_CHARS:
+        raise BadRequest(
+            f"`bad_words` has {num_chars} characters in all; this server takes {MAX_BAD_CHARS}. Send shorter texts, or "
+            "fewer.",
+            param="bad_words",
+        )
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        first, spaced = (
+            tuple(tokenizer.encode(space + word.lstrip(), add_special_tokens=False)) for space in ("", " ")
+        )
+        if not first or max(first + spaced) >= vocab_size:
+            raise BadRequest(
+                f"`bad_words` holds {quoted(word)!r}, which has no tokens of this model.", param="bad_words"
+            )
+        found[first] = None
+        # Where the space is a token by itself, the word behind it is the same as without.
+        if spaced[-len(first) :] != first:
+            found[spaced] = None
+    return tuple(found)

@@ -8,8 +8,7 @@ from functools import partial
 
 from adapters.files.manifest import AdapterRecord
 from adapters.files.paths import without_root
-from service.api.admission.admission import Held
-from service.api.admission.sequences import PlannedSequence
+from service.api.admission.pipeline import Admitted, PlannedSequence
 from service.api.generation.output_chunk import OutputChunk
 from service.api.generation.sequence import SequenceRun
 from service.api.logprob_budget import LogprobBudget
@@ -23,11 +22,18 @@ class GenerationJob:
     lease with the last, and all that is left by `close`. If it cannot be built, everything is given back at once.
 
     is_streamed  the answer is read by `listen` and `poll`, not by `collect`
+    part  those of the request's plans that run now, where the caller runs the others later and releases what is left
     keeps_logprobs  a streamed answer repeats in the end all log probabilities that it had
     """
 
     def __init__(
-        self, services: Services, admitted: Held, is_streamed: bool = False, *, keeps_logprobs: bool = False
+        self,
+        services: Services,
+        admitted: Admitted,
+        is_streamed: bool = False,
+        *,
+        keeps_logprobs: bool = False,
+        part: list[PlannedSequence] | None = None,
     ) -> None:
         self._target = admitted.target
         self._base_digest = services.base_digest
@@ -40,7 +46,7 @@ class GenerationJob:
         self._fresh: dict[int, None] = {}
         self._listener: Callable[[], object] | None = None
         self._ended = asyncio.Event()
-        self.plans = admitted.plans
+        self.plans, self._is_part = (admitted.plans, False) if part is None else (part, True)
         self.runs: list[SequenceRun] = []
         self._num_untold = len(self.plans)
         if self._target.lease is not None:
@@ -171,7 +177,8 @@ class GenerationJob:
             run.forget_others()
         self._listener = None
         self._logprobs.release()
-        self._admitted.release()
+        if not self._is_part:
+            self._admitted.release()
 
     def _note(self, index: int) -> None:
         self._fresh[index] = None

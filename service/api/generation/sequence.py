@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from kernels.sampling.scored_token import ScoredToken
 from service.api.admission.model_resolution import ResolvedModel
-from service.api.admission.sequences import PlannedSequence
+from service.api.admission.pipeline import PlannedSequence
 from service.api.errors import BadRequest, EngineFailed, NotReady
 from service.api.generation.output_chunk import OutputChunk
 from service.api.logprob_budget import LogprobBudget

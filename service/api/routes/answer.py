@@ -14,7 +14,7 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from service.api.access.auth import caller_of
-from service.api.admission.admission import Admitted, admit
+from service.api.admission.pipeline import Admitted, admit
 from service.api.entry.request_log import note_job
 from service.api.generation.job import GenerationJob
 from service.api.generation.logprobs import cost_chars, token_names
@@ -22,7 +22,7 @@ from service.api.generation.output_chunk import OutputChunk
 from service.api.generation.stream import Chunks, EventStream
 from service.api.http.sse import TextEvent, json_answer, until_disconnect
 from service.api.run_in_thread import run_in_thread
-from service.api.schema.requests import ChatRequest, CompletionRequest, StreamOptions
+from service.api.schema.requests import ChatRequest, CompletionRequest, PromptRequest, StreamOptions
 from service.api.state import Services, services_of
 
 AnyRequest = TypeVar("AnyRequest", bound=CompletionRequest | ChatRequest)
@@ -38,7 +38,7 @@ class Running(Chunks, Protocol):
         """The answer in one piece."""
 
 
-async def admitted(request: Request, body: CompletionRequest | ChatRequest) -> Admitted:
+async def admitted(request: Request, body: PromptRequest) -> Admitted:
     """The request, admitted unless its client goes. Raises as `admit` does."""
     return await until_disconnect(request, admit(services_of(request), caller_of(request), body))
 

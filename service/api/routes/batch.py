@@ -12,15 +12,22 @@ from fastapi.responses import Response
 from pydantic import Field, ValidationError, model_validator
 
 from service.api.access.auth import caller_of
-from service.api.admission.admission import Admitted, admit
 from service.api.admission.model_resolution import resolve_name
-from service.api.admission.queue_slots import client_of_places, enter, leave, most_sequences, num_sequences
-from service.api.admission.sequences import num_logprobs, too_many_logprobs
+from service.api.admission.pipeline import (
+    Admitted,
+    admit,
+    most_places,
+    num_logprobs,
+    num_places,
+    reserve,
+    too_many_logprobs,
+)
 from service.api.entry.request_log import note, note_job
 from service.api.errors import HANDLED, BadRequest, BodyTooLarge, error_body
 from service.api.http.json_body import JsonRoute
 from service.api.http.sse import json_answer, until_disconnect
 from service.api.openapi import BATCH_ERRORS, GENERATION_ERRORS
+from service.api.queue_limits import QueuePlaces
 from service.api.routes.chat import ChatAnswer
 from service.api.routes.completions import CompletionAnswer
 from service.api.schema.base import FIRST, field_error
@@ -100,7 +107,7 @@ async def create_chat_batch(request: Request, body: ChatBatchRequest) -> Respons
     services = services_of(request)
     _check_size(len(body.messages), services.settings.max_batch_items, "conversations", "messages")
     services.require_ready()
-    num_sequences(services, caller_of(request).tenant, body)
+    num_places(services, caller_of(request).tenant, body)
     with ExitStack() as until_sent:
         answers = await _answers(request, list(body.each()), until_sent, fails_whole=True)
         return json_answer(_joined(answers), until_sent.pop_all().close)
@@ -157,19 +164,17 @@ async def admit_all(services: Services, caller: Caller, parsed: list[_Parsed]) -
     """Each request admitted, or what is wrong with it. QueueFull or LimitReached, with nothing left behind, if there is
     no room for all of them."""
     tenant = caller.tenant
-    shares = [0 if isinstance(one, Exception) else num_sequences(services, tenant, one) for one in parsed]
-    _check_size(sum(shares), most_sequences(services, tenant), "sequences")
+    shares = [0 if isinstance(one, Exception) else num_places(services, tenant, one) for one in parsed]
+    _check_size(sum(shares), most_places(services, tenant), "sequences")
     first = next((_model_of(services, one) for one in parsed if not isinstance(one, Exception)), "")
-    client = client_of_places(services, tenant, first)
-    enter(services, tenant, sum(shares), client)
+    places = reserve(services, tenant, sum(shares), first)
     checked: list[_Checked | Exception] = []
     try:
-        for one in parsed:
-            checked.append(one if isinstance(one, Exception) else await _admit(services, caller, one, client))
+        for one, share in zip(parsed, shares, strict=True):
+            checked.append(await _admit(services, caller, one, places.split(share)))
             await asyncio.sleep(0)  # each may tokenise in the loop as much as a request by itself
     except BaseException:
-        # The item that was being admitted has given its own share back.
-        leave(services, tenant, sum(shares[len(checked) + 1 :]), client)
+        places.release()
         release_all(checked)
         raise
     _bound_logprobs(checked)
@@ -199,11 +204,11 @@ def _model_of(services: Services, request: ChatRequest | CompletionRequest) -> s
         return ""  # the item will be refused for it
 
 
-async def _admit(
-    services: Services, caller: Caller, request: ChatRequest | CompletionRequest, client: str
-) -> _Checked | Exception:
+async def _admit(services: Services, caller: Caller, request: _Parsed, places: QueuePlaces) -> _Checked | Exception:
+    if isinstance(request, Exception):
+        return request
     try:
-        return request, await admit(services, caller, request, has_places=True, client=client)
+        return request, await admit(services, caller, request, places)
     except Exception as error:
         return _surprise(error)
 
@@ -222,7 +227,7 @@ def _parse(services: Services, tenant: Tenant, item: Any) -> _Parsed:
             request = ChatRequest.model_validate(item)
         else:
             request = CompletionRequest.model_validate(item)
-        num_sequences(services, tenant, request)
+        num_places(services, tenant, request)
         return request
     except ValidationError as error:
         return bad_request(error.errors())

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from service.api.admission.admission import Admitted
+from service.api.admission.pipeline import Admitted
 from service.api.generation.chat_delta import ChatFormatter
 from service.api.generation.logprobs import chat_logprobs, prompt_logprobs
 from service.api.generation.output_chunk import OutputChunk

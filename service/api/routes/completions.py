@@ -8,8 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from service.api.admission.admission import Admitted
-from service.api.admission.sequences import PlannedSequence
+from service.api.admission.pipeline import Admitted, PlannedSequence
 from service.api.generation.logprobs import (
     completion_logprobs,
     echoed_logprobs,

@@ -10,7 +10,7 @@ from uuid import uuid4
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from service.api.admission.admission import Admitted
+from service.api.admission.pipeline import Admitted
 from service.api.admission.sampling import sampling_parameters
 from service.api.entry.request_log import notes_of
 from service.api.errors import ApiError, error_body

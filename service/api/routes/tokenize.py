@@ -11,9 +11,8 @@ from pydantic import BaseModel, Field
 from adapters.files.paths import DEFAULT_TEMPLATE
 from service.api.access.auth import caller_of
 from service.api.adapter_routes.listing import listing
-from service.api.admission.lengths import MAX_TEXT_CHARS
 from service.api.admission.model_resolution import resolve
-from service.api.admission.prompts import Prompt, chat_prompt, encoded, templates_of
+from service.api.admission.prompts import MAX_TEXT_CHARS, Prompt, encoded, rendered, templates_of, tokenized
 from service.api.errors import BadRequest
 from service.api.http.json_body import JsonRoute
 from service.api.http.sse import json_answer, until_disconnect
@@ -76,15 +75,15 @@ async def _prompt(services: Services, caller: Caller, body: TokenizeRequest) -> 
     target = resolve(services, caller, body.model)
     try:
         if body.messages is not None:
-            return await chat_prompt(services, target, body)
+            return (await tokenized(services, body, await rendered(services, target, body)))[0]
         text = body.prompt or ""
         if len(text) > MAX_TEXT_CHARS:
             raise BadRequest(
                 f"`prompt` has {len(text)} characters; /tokenize takes {MAX_TEXT_CHARS}. Send it in parts.",
                 param="prompt",
             )
-        special = body.add_special_tokens is None or body.add_special_tokens
-        return await run_in_thread(lambda: encoded(services, text, special=special), size_chars=len(text))
+        special = body.add_special_tokens is not False
+        return await run_in_thread(lambda: Prompt(encoded(services, text, special=special), text), size_chars=len(text))
     finally:
         target.release()
 

@@ -293,13 +293,11 @@ class ChatRequest(Generation):
         return self
 
 
-class EmbeddingRequest(Request):
+class EmbeddingRequest(Answering):
     """Body of POST /v1/embeddings."""
 
     unserved = EMBEDDING_FIELDS
 
-    model: str | None = Field(None, description="as for completions: the base, or an adapter, whose embeddings differ")
-    adapter_id: Annotated[str, Field(min_length=1)] | None = Field(None, description="as for completions")
     input: (
         str
         | Annotated[list[str], Field(max_length=MAX_EMBEDDED), FIRST]
@@ -338,6 +336,9 @@ class EmbeddingRequest(Request):
         if self.truncate_prompt_tokens == 0:
             raise field_error("truncate_prompt_tokens", "`truncate_prompt_tokens` must be at least 1, or -1.")
         return self
+
+
+PromptRequest = CompletionRequest | ChatRequest | EmbeddingRequest
 
 
 class BatchRequest(Request):

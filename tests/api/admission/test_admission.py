@@ -14,18 +14,24 @@ import pytest
 
 from adapters.files.name_versions import NameRecord, Version
 from kernels.sampling.scored_token import ScoredToken
-from service.api.admission import sequences
-from service.api.admission.admission import admit
+from service.api.admission import pipeline
 from service.api.admission.model_resolution import ResolvedModel, resolve
-from service.api.admission.prompts import Prompt, chat_prompt
-from service.api.admission.queue_slots import enter
+from service.api.admission.pipeline import admit, reserve
+from service.api.admission.prompts import Prompt, rendered, tokenized
 from service.api.admission.sampling import NEUTRAL
 from service.api.errors import BadRequest, BodyTooLarge, QueueFull, UnknownModel, status_of
 from service.api.generation.output_chunk import OutputChunk
 from service.api.queue_limits import QueueLimits
 from service.api.routes import batch, chat, completions
 from service.api.routes import tokenize as tokenize_module
-from service.api.schema.requests import BatchRequest, ChatMessage, ChatRequest, CompletionRequest, TokenizeRequest
+from service.api.schema.requests import (
+    BatchRequest,
+    ChatMessage,
+    ChatRequest,
+    CompletionRequest,
+    EmbeddingRequest,
+    TokenizeRequest,
+)
 from service.api.state import Services
 from service.tenants.keys_file import Limits
 from service.tenants.limits import Tenant
@@ -135,7 +141,11 @@ def render(source: str | None) -> tuple[list[str], Words]:
         template_turn=lambda _digest: asyncio.Lock(),
         engine=SimpleNamespace(ready=None),
     )
-    asyncio.run(chat_prompt(parts, ResolvedModel("a", cast(Any, lease)), a_chat("a")))
+
+    async def prompt() -> None:
+        await tokenized(parts, a_chat("a"), await rendered(parts, ResolvedModel("a", cast(Any, lease)), a_chat("a")))
+
+    asyncio.run(prompt())
     workers.close()
     return threads, words
 
@@ -266,6 +276,27 @@ def test_requests_of_one_model_that_fill_the_queue_keep_no_other_out(full: Servi
     assert nothing_is_held(full)
 
 
+def test_embeddings_hold_as_many_places_as_run_at_a_time_and_no_more_than_are_left(full: Services) -> None:
+    admitted = asyncio.run(admit(full, CALLER, EmbeddingRequest(model="tiny", input=["a"] * 50)))
+    assert full.gate.num_open == CALLER.tenant.num_in_flight == 30
+    for plan in admitted.plans[:25]:
+        admitted.end_one(plan, 0)
+    assert full.gate.num_open == CALLER.tenant.num_in_flight == 25
+    admitted.release()
+    assert nothing_is_held(full)
+
+
+def test_places_that_are_handed_over_are_given_back_once(full: Services) -> None:
+    all_places = reserve(full, CALLER.tenant, 5, "tiny")
+    part = all_places.split(2)
+    all_places.release()
+    assert full.gate.num_open == CALLER.tenant.num_in_flight == 2
+    part.shrink(1)
+    part.release()
+    part.release()
+    assert nothing_is_held(full)
+
+
 @pytest.mark.parametrize("has_places", [False, True])
 @pytest.mark.parametrize(
     "request_",
@@ -277,10 +308,9 @@ def test_requests_of_one_model_that_fill_the_queue_keep_no_other_out(full: Servi
     ids=["too long", "no such token", "empty"],
 )
 def test_what_is_refused_gives_its_places_back(full: Services, request_: CompletionRequest, has_places: bool) -> None:
-    if has_places:
-        enter(full, CALLER.tenant, 2, "tiny")
+    places = reserve(full, CALLER.tenant, 2, "tiny") if has_places else None
     with pytest.raises(BadRequest):
-        asyncio.run(admit(full, CALLER, request_, has_places=has_places, client="tiny"))
+        asyncio.run(admit(full, CALLER, request_, places))
     assert nothing_is_held(full)
 
 
@@ -322,7 +352,7 @@ def test_ids_that_are_refused_are_not_decoded(full: Services, prompt: list[int])
 def test_log_probabilities_of_many_prompts_are_bounded(
     full: Services, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(sequences, "MAX_HELD_LOGPROBS", (60 + 1) * 4 * 3)
+    monkeypatch.setattr(pipeline, "MAX_HELD_LOGPROBS", (60 + 1) * 4 * 3)
     wanted = {"model": "tiny", "echo": True, "max_tokens": 1, **fields}
     asyncio.run(admit(full, CALLER, CompletionRequest(**wanted, logprobs=2))).release()
     with pytest.raises(
@@ -342,7 +372,7 @@ def test_log_probabilities_of_many_prompts_are_bounded(
 def test_log_probabilities_of_many_answers_are_bounded(
     full: Services, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(sequences, "MAX_HELD_LOGPROBS", 10 * 4 * 5)
+    monkeypatch.setattr(pipeline, "MAX_HELD_LOGPROBS", 10 * 4 * 5)
     wanted = {"model": "tiny", **fields}
     asyncio.run(admit(full, CALLER, CompletionRequest(**wanted, max_tokens=10))).release()
     with pytest.raises(BadRequest, match="220 log probabilities of prompts and answers; a request may have 200"):
@@ -471,9 +501,16 @@ def test_json_in_texts_is_bounded_over_all_messages(full: Services, monkeypatch:
 
 
 def test_many_variables_of_a_template_are_handled_beside_the_loop(full: Services) -> None:
-    full.templates = {"default": ChatTemplate("hi", {})}
+    template, threads = ChatTemplate("hi", {}), list[threading.Thread]()
+    render = template.render
+
+    def noted(*args: Any, **options: Any) -> str:
+        threads.append(threading.current_thread())
+        return render(*args, **options)
+
+    template.render = noted  # type: ignore[method-assign]
+    full.templates = {"default": template}
     for variables, is_beside in (({"a": [1] * 10_000}, True), ({"a": {"b": "c" * 30_000}}, True), ({"a": [1]}, False)):
-        cast(Any, full.tokenizer).threads.clear()
         request = ChatRequest(model="tiny", messages=a_chat("tiny").messages, chat_template_kwargs=variables)
         asyncio.run(admit(full, CALLER, request)).release()
-        assert (threading.main_thread() not in cast(Any, full.tokenizer).threads) == is_beside
+        assert (threads.pop() is not threading.main_thread()) == is_beside

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from service.api.admission.lengths import MAX_TEXT_CHARS, refuse_hopeless
+from service.api.admission.prompts import MAX_TEXT_CHARS, refuse_hopeless
 from service.api.errors import BadRequest
 from service.api.schema.requests import ChatRequest, TokenizeRequest
 

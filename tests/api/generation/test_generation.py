@@ -14,16 +14,16 @@ from typing import Any, cast
 import pytest
 
 from kernels.sampling.scored_token import ScoredToken
-from service.api.admission.admission import Admitted
 from service.api.admission.model_resolution import ResolvedModel
+from service.api.admission.pipeline import Admitted, PlannedSequence
 from service.api.admission.prompts import Prompt
-from service.api.admission.sequences import PlannedSequence
 from service.api.errors import BadRequest, EngineFailed, NotReady, QueueFull, status_of
 from service.api.generation.job import GenerationJob
 from service.api.generation.output_chunk import OutputChunk
 from service.api.http.sse import encode_event
 from service.api.logprob_budget import logprob_shares
 from service.api.metrics.metrics import Metrics
+from service.api.queue_limits import QueuePlaces
 from service.api.routes.chat import ChatAnswer
 from service.api.routes.completions import CompletionAnswer
 from service.api.schema.requests import ChatRequest, CompletionRequest
@@ -88,6 +88,9 @@ class Places:
     def __init__(self) -> None:
         self.num_open, self.has_adapter = 0, True
 
+    def enter(self, num_places: int, _client: str) -> None:
+        self.num_open += num_places
+
     def leave(self, num_places: int, _client: str) -> None:
         self.num_open -= num_places
 
@@ -101,16 +104,14 @@ def places() -> Places:
     return Places()
 
 
-def admitted(parts: Services, places: Places, plans: list[PlannedSequence], tenant: Tenant | None = None) -> Admitted:
+def admitted(places: Places, plans: list[PlannedSequence], tenant: Tenant | None = None) -> Admitted:
     """A request that has its places and an adapter."""
-    places.num_open = len(plans)
-    parts.gate = cast(Any, places)
     record = SimpleNamespace(digest="d", manifest=SimpleNamespace(rows={}, invocation=()))
     lease: Any = SimpleNamespace(release=places.release, record=record)
     tenant = tenant or Tenants().default
-    tenant.enter(len(plans))
+    held = QueuePlaces(cast(Any, places), tenant, "tiny", len(plans))
     charge = tenant.take_tokens(sum(plan.most_tokens for plan in plans))
-    return Admitted(parts, tenant, ResolvedModel("tiny", lease), plans, "tiny", charge)
+    return Admitted(tenant, ResolvedModel("tiny", lease), plans, held, charge)
 
 
 def a_job(
@@ -121,7 +122,7 @@ def a_job(
     is_streamed: bool = True,
     tenant: Tenant | None = None,
 ) -> GenerationJob:
-    return GenerationJob(parts, admitted(parts, places, plans, tenant), is_streamed)
+    return GenerationJob(parts, admitted(places, plans, tenant), is_streamed)
 
 
 def plan(request_id: str, stop: str = "the", **sampling: Any) -> PlannedSequence:
@@ -169,12 +170,12 @@ def test_events_encoded_around_their_text_are_those_encoded_whole(parts: Service
             "stream_options": {"include_usage": True, **options},
         }
         answer: CompletionAnswer | ChatAnswer = (
-            CompletionAnswer(parts, CompletionRequest(prompt="a", **asked), admitted(parts, Places(), plans))
+            CompletionAnswer(parts, CompletionRequest(prompt="a", **asked), admitted(Places(), plans))
             if kind == "completion"
             else ChatAnswer(
                 parts,
                 ChatRequest(messages=cast(Any, [{"role": "user", "content": "a"}]), **asked),
-                admitted(parts, Places(), plans),
+                admitted(Places(), plans),
             )
         )
         try:
@@ -352,7 +353,7 @@ class TestHeldLogprobs:
     def test_those_of_a_stream_count_while_they_wait(
         self, parts: Services, places: Places, keeps: bool, num_held: int
     ) -> None:
-        job = GenerationJob(parts, admitted(parts, places, [plan("a", logprobs=2)]), True, keeps_logprobs=keeps)
+        job = GenerationJob(parts, admitted(places, [plan("a", logprobs=2)]), True, keeps_logprobs=keeps)
         self.say(parts, "a", "a")
         assert job.poll() is not None
         self.say(parts, "a")

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from service.api.admission.lengths import MAX_TEXT_CHARS
+from service.api.admission.prompts import MAX_TEXT_CHARS
 from service.api.schema.requests import MAX_DETOKENIZED
 from tests.api.conftest import BASE, Checkpoints
 from tests.support.http.server import Server, wait_for
