@@ -21,11 +21,10 @@ from adapters.store.store import AdapterStore
 from kernels.sampling.parameters import NEUTRAL
 from service.api.engine_protocol import EngineProtocol
 from service.api.errors import NotReady, QueueFull
-from service.api.logprob_budget import logprob_shares
 from service.api.metrics.adapter_metrics import MOST_LISTED, Resident, VersionOf
 from service.api.metrics.metrics import Metrics
 from service.api.page_cache import PageCache
-from service.api.queue_limits import QueueLimits
+from service.api.queue_limits import QueueLimits, logprob_shares
 from service.api.schema.requests import MAX_HELD_LOGPROBS
 from service.api.store_health import StoreHealth
 from service.api.uploads.slots import UploadPlace, UploadSlots

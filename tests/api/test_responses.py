@@ -12,7 +12,7 @@ from openai.types.responses import function_tool_param, response_create_params
 from openai.types.shared_params import Reasoning
 from pydantic import BaseModel, ConfigDict
 
-from service.api.routes.response_output import ResponseOutput
+from service.api.routes.responses import ResponseOutput
 from service.api.schema.responses import InputItem, ReasoningOptions, ResponsesRequest
 from service.api.schema.responses import chat_of as chat_of_response
 from service.api.schema.tools import FunctionDefinition

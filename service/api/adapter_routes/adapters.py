@@ -32,7 +32,7 @@ from service.api.adapter_routes.probe import probe, refuse_probe
 from service.api.entry.request_log import note
 from service.api.errors import BadRequest, NotReady
 from service.api.openapi import DELETE_ERRORS, UPLOAD_BODY, UPLOAD_ERRORS, errors
-from service.api.schema.adapter_answers import AdapterDeleted, AdapterList, AdapterResponse, ModuleReport
+from service.api.schema.answers import AdapterDeleted, AdapterList, AdapterResponse, ModuleReport
 from service.api.schema.query import each_once, no_query
 from service.api.state import Services, services_of
 from service.api.threads import in_turn

@@ -14,7 +14,7 @@ from service.api.access.preconditions import CONDITION_HEADERS, condition_of, re
 from service.api.adapter_routes.adapters import audit_change, describe, require_open_store, require_store, take_upload
 from service.api.entry.request_log import note
 from service.api.openapi import DELETE_ERRORS, REPLACE_BODY, UPLOAD_ERRORS, errors
-from service.api.schema.adapter_answers import AdapterHistory, AdapterResponse, AdapterVersion
+from service.api.schema.answers import AdapterHistory, AdapterResponse, AdapterVersion
 from service.api.schema.query import each_once, no_query
 from service.api.schema.requests import RollbackRequest, VisibilityRequest
 from service.api.state import services_of

@@ -239,7 +239,7 @@ def _plans(
 
 def num_logprobs(plans: Sequence[PlannedSequence], *, with_answers: bool) -> int:
     """Log probabilities, alternatives included, that the sequences ask for: of prompts, and of answers that are as long
-    as they may be. What there is of them is counted again as it comes (`service.api.logprob_budget`)."""
+    as they may be. What there is of them is counted again as it comes (`service.api.queue_limits`)."""
     num = 0
     for plan in plans:
         sampling = plan.sampling

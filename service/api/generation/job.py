@@ -11,7 +11,7 @@ from adapters.files.paths import without_root
 from service.api.admission.pipeline import Admitted, PlannedSequence
 from service.api.generation.output_chunk import OutputChunk
 from service.api.generation.sequence import SequenceRun
-from service.api.logprob_budget import LogprobBudget
+from service.api.queue_limits import LogprobBudget
 from service.api.state import Services
 
 

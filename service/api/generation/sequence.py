@@ -13,8 +13,8 @@ from service.api.admission.model_resolution import ResolvedModel
 from service.api.admission.pipeline import PlannedSequence
 from service.api.errors import BadRequest, EngineFailed, NotReady
 from service.api.generation.output_chunk import OutputChunk
-from service.api.logprob_budget import LogprobBudget
 from service.api.metrics.metrics import SequenceTimer
+from service.api.queue_limits import LogprobBudget
 from service.api.state import Services
 from service.engine.ipc.messages import Finished, Submit, Tokens
 from service.engine.ipc.token_streams import EngineDied, NeverSent

@@ -21,9 +21,8 @@ from service.api.errors import BadRequest, EngineFailed, NotReady, QueueFull, st
 from service.api.generation.job import GenerationJob
 from service.api.generation.output_chunk import OutputChunk
 from service.api.http.sse import encode_event
-from service.api.logprob_budget import logprob_shares
 from service.api.metrics.metrics import Metrics
-from service.api.queue_limits import QueuePlaces
+from service.api.queue_limits import QueuePlaces, logprob_shares
 from service.api.routes.chat import ChatAnswer
 from service.api.routes.completions import CompletionAnswer
 from service.api.schema.requests import ChatRequest, CompletionRequest
