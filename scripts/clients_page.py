@@ -13,10 +13,18 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from service.api.schema.requests import ChatRequest, CompletionRequest, EmbeddingRequest, StreamOptions
+from service.api.schema.messages import MessagesRequest
+from service.api.schema.requests import ChatRequest, CompletionRequest, Decoding, EmbeddingRequest, StreamOptions
 from service.api.schema.responses import ResponsesRequest
-from service.api.schema.unserved_fields import EMBEDDING_FIELDS, GENERATION_FIELDS, RESPONSE_FIELDS, UnservedField
+from service.api.schema.unserved_fields import (
+    EMBEDDING_FIELDS,
+    GENERATION_FIELDS,
+    MESSAGE_FIELDS,
+    RESPONSE_FIELDS,
+    UnservedField,
+)
 
+_DECODING = Decoding.model_fields.keys()
 _PAGE = Path("docs/clients.md")
 _BEGIN, _END = "<!-- written by scripts/clients_page.py -->\n", "<!-- end -->\n"
 
@@ -31,6 +39,20 @@ def _served() -> Iterator[str]:
         places = ["yes" if field else "" for field in (*both, own)]
         words = dict.fromkeys(field.description for field in both if field) or {own.description if own else None: None}
         yield f"| `{name}` | {' | '.join(places)} | {'; in chats '.join(map(str, words))} |\n"
+
+
+def _described(fields: Mapping[str, Any]) -> Iterator[str]:
+    yield "| field | what it does |\n|---|---|\n"
+    yield from (f"| `{name}` | {field.description} |\n" for name, field in fields.items())
+
+
+def _of_messages() -> list[UnservedField]:
+    """Those that neither chats nor responses have."""
+    return [
+        row
+        for name, row in MESSAGE_FIELDS.items()
+        if row not in (GENERATION_FIELDS.get(name), RESPONSE_FIELDS.get(name))
+    ]
 
 
 def _refused(table: Mapping[str, UnservedField]) -> Iterator[str]:
@@ -48,6 +70,10 @@ def _names(rows: Any) -> str:
     return ", ".join(f"`{row.name}`" for row in rows)
 
 
+def _filled(text: str) -> str:
+    return textwrap.fill(text, 118, break_long_words=False, break_on_hyphens=False) + "\n"
+
+
 def _tables() -> str:
     inert: list[UnservedField] = [row for row in GENERATION_FIELDS.values() if row.is_inert]
     return "".join(
@@ -55,15 +81,20 @@ def _tables() -> str:
             "### Served\n\n",
             *_served(),
             "\n### Accepted without effect\n\n",
-            textwrap.fill(f"{_names(inert)}.", 118, break_long_words=False, break_on_hyphens=False) + "\n",
+            _filled(f"{_names(inert)}."),
             "\n### Refused by name, unless they ask for nothing\n\n",
             *_refused(GENERATION_FIELDS),
             "\n### Refused by name in responses\n\n",
             "Those above that responses do not serve, and:\n\n",
             *_refused({name: row for name, row in RESPONSE_FIELDS.items() if row != GENERATION_FIELDS.get(name)}),
+            "\n### Messages\n\n",
+            "Those of responses up to `ebnf`, and:\n\n",
+            *_described({name: field for name, field in MessagesRequest.model_fields.items() if name not in _DECODING}),
+            "\n" + _filled(f"Without effect: those above, {_names(row for row in _of_messages() if row.is_inert)}."),
+            "\nRefused by name, beside those above that messages do not serve:\n\n",
+            *_refused({row.name: row for row in _of_messages()}),
             "\n### Embeddings\n\n",
-            "| field | what it does |\n|---|---|\n",
-            *(f"| `{name}` | {field.description} |\n" for name, field in EmbeddingRequest.model_fields.items()),
+            *_described(EmbeddingRequest.model_fields),
             f"\nWithout effect: {_names(row for row in EMBEDDING_FIELDS.values() if row.is_inert)}. "
             "Refused by name:\n\n",
             *_refused(EMBEDDING_FIELDS),

@@ -155,6 +155,25 @@ def error_body(error: Exception) -> dict[str, Any]:
     return body
 
 
+# Anthropic's error types by status; others are 4xx as 400, and 5xx as 500.
+_MESSAGE_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def message_error_body(error: Exception, request_id: str) -> dict[str, Any]:
+    """Anthropic's error object for `error`, with the sentence of OpenAI's."""
+    status = status_of(error)
+    kind = _MESSAGE_ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    message = error_body(error)["error"]["message"]
+    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+
+
 def shape(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
     """{"error": {"message", "type", "param", "code"}}; what is not Unicode in what may quote the client is replaced."""
     param = None if param is None else _unicode(param)

@@ -39,13 +39,15 @@ UPLOAD_ERRORS = errors((400, 401, 403, 409, 413, 429, 500, 503, 507))
 _FORBIDDEN_BY_SETTING = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
 
 
-def streamed(chunk_schema: str, *, ends_with_done: bool = True) -> dict[int | str, dict[str, Any]]:
+def streamed(
+    chunk_schema: str, *, ends_with_done: bool = True, error_schema: str = "ErrorResponse"
+) -> dict[int | str, dict[str, Any]]:
     """The second form of a 200: events whose data is a chunk or an error."""
     end = ", the last one `data: [DONE]`" if ends_with_done else ""
     data = {
         "anyOf": [
             {"$ref": f"#/components/schemas/{chunk_schema}"},
-            {"$ref": "#/components/schemas/ErrorResponse"},
+            {"$ref": f"#/components/schemas/{error_schema}"},
         ]
     }
     # As OpenAPI 3.2 has it, and FastAPI before that: the schema of each event, whose data is JSON in a text.
@@ -138,13 +140,16 @@ def finish(schema: dict[str, Any], *, access: Access | None, chunks: dict[str, A
                 operation["responses"].pop("401", None)
                 if path not in _FORBIDDEN_BY_SETTING:
                     operation["responses"].pop("403", None)
-            _errors_are_json(operation["responses"])
+            _errors_are_json(
+                operation["responses"], "MessageError" if "Anthropic" in operation["tags"] else "ErrorResponse"
+            )
     if access is not None:
         schema["components"]["securitySchemes"] = {
             "apiKey": {
                 "type": "http",
                 "scheme": "bearer",
-                "description": "A key with the scope of the route: infer, upload, delete or admin, which has all.",
+                "description": "A key with the scope of the route: infer, upload, delete or admin, which has all. "
+                "The header `x-api-key` may hold it instead.",
             }
         }
 
@@ -159,8 +164,8 @@ def _tell_of_keys(operation: dict[str, Any], need: Need, *, has_tenants: bool) -
         operation["responses"].setdefault(str(status), {"description": _REASONS[status]})
 
 
-def _errors_are_json(responses: dict[str, Any]) -> None:
+def _errors_are_json(responses: dict[str, Any], schema: str) -> None:
     """FastAPI gives the errors of a route that answers with text the route's own media type."""
     for status, response in responses.items():
         if status >= "400":
-            response["content"] = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorResponse"}}}
+            response["content"] = {"application/json": {"schema": {"$ref": f"#/components/schemas/{schema}"}}}

@@ -43,6 +43,8 @@ REPEATABLE_PATHS = (
     "/v1/completions",
     "/v1/completions/batch",
     "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
     "/v1/embeddings",
     "/tokenize",
     "/detokenize",

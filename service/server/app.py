@@ -30,7 +30,7 @@ from service.api.entry.middleware import BodyRule, EntryMiddleware
 from service.api.http.json_body import ALWAYS_BYTES, BodyBudget
 from service.api.metrics.metrics import Metrics
 from service.api.route_table import build_routes
-from service.api.routes import batch, chat, completions, embeddings, health, models, responses, tokenize
+from service.api.routes import batch, chat, completions, embeddings, health, messages, models, responses, tokenize
 from service.api.routes.openapi_route import serve_openapi
 from service.api.state import Services
 from service.cluster.engines import Engines
@@ -57,6 +57,7 @@ ROUTERS = (
     chat.router,
     completions.router,
     responses.router,
+    messages.router,
     embeddings.router,
     batch.router,
     models.router,
@@ -115,6 +116,7 @@ def _allow_pages(app: FastAPI, origins: tuple[str, ...]) -> None:
         allow_headers=["*"],
         expose_headers=[
             "X-Request-Id",
+            "request-id",
             "X-Multilora-Adapter",
             "X-Multilora-Left-Out",
             "X-Multilora-Cached-Tokens",

@@ -185,6 +185,12 @@ ABOUT_A_NAME: dict[str, Callable[[str], tuple[str, str, dict[str, Any]]]] = {
         {"json": {"items": [{"model": name, "prompt": "a"}, {"model": f"{BASE}:{name}", "messages": CHAT}] * 2}},
     ),
     "response": lambda name: ("POST", "/v1/responses", {"json": {"model": name, "input": "a"}}),
+    "message": lambda name: ("POST", "/v1/messages", {"json": {"model": name, "messages": CHAT, "max_tokens": 1}}),
+    "tokens of a message": lambda name: (
+        "POST",
+        "/v1/messages/count_tokens",
+        {"json": {"model": name, "messages": CHAT}},
+    ),
     "embedding": lambda name: ("POST", "/v1/embeddings", {"json": {"model": name, "input": "a"}}),
     "what is wrong otherwise": lambda name: ("POST", "/v1/completions", {"json": {"model": name, "prompt": [10**6]}}),
     "too long": lambda name: ("POST", "/v1/completions", {"json": {"model": name, "prompt": "a " * 50_000}}),

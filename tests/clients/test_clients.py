@@ -32,6 +32,74 @@ OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HF_HUB_OFFLINE": "1"}
 
 
 LAMP = re.compile(r"colour='?(red|green)'? on=(true|false)\n", re.IGNORECASE)
+# Anthropic's client: async, its helpers for streams and schemas, tools that it runs itself, its errors, and that all
+# which it can send is known here.
+OTHER_WAYS = """
+import asyncio, os
+from typing import Literal
+import anthropic, json, urllib.request
+from anthropic.types import message_create_params, message_count_tokens_params, tool_param
+from anthropic.types.beta import message_create_params as beta_params
+from pydantic import BaseModel
+
+URL, GREEDY = os.environ["MULTILORA_URL"], {"temperature": 0}
+client = anthropic.Anthropic(base_url=URL, auth_token="none", max_retries=0)
+question = [{"role": "user", "content": "lamp tiger moss"}]
+asked = {"model": "shout", "max_tokens": 80, "messages": question, "extra_body": GREEDY}
+
+class Lamp(BaseModel):
+    colour: Literal["red", "green"]
+    on: bool
+
+async def main():
+    async with anthropic.AsyncAnthropic(base_url=URL, api_key="none") as aclient:
+        assert (await aclient.messages.create(**asked)).content[0].text == "LAMP TIGER MOSS!"
+        async with aclient.messages.stream(**asked) as stream:
+            kinds = [event.type async for event in stream]
+            assert await stream.get_final_text() == "LAMP TIGER MOSS!"
+        assert kinds[0] == "message_start" and kinds[-1] == "message_stop" and "text" in kinds
+        assert (await aclient.messages.count_tokens(model="shout", messages=question)).input_tokens > 3
+
+asyncio.run(main())
+events = [event.type for event in client.messages.create(**asked, stream=True)]
+begin, end = ["message_start", "content_block_start"], ["content_block_stop", "message_delta", "message_stop"]
+assert events == [*begin, *["content_block_delta"] * (len(events) - 5), *end]
+stopped = client.messages.create(**asked, stop_sequences=["TIGER"])
+assert (stopped.stop_reason, stopped.stop_sequence, stopped.content[0].text) == ("stop_sequence", "TIGER", "LAMP ")
+lamp = client.messages.parse(**{**asked, "model": "json"}, output_format=Lamp)
+assert isinstance(lamp.parsed_output, Lamp)
+
+@anthropic.beta_tool
+def calculator(expression: str) -> str:
+    \"\"\"Calculate.\"\"\"
+    assert expression == "27 + 15", expression
+    return "42"
+
+chat = [{"role": "user", "content": "What is 27 + 15?"}]
+for stream in (False, True):
+    runner = client.beta.messages.tool_runner(
+        **{**asked, "model": "calculator", "messages": chat}, tools=[calculator], stream=stream
+    )
+    assert runner.until_done().content[0].text == "The answer is 42."
+for model, error in (("nobody", anthropic.NotFoundError), (5, anthropic.BadRequestError)):
+    try:
+        client.messages.create(**{**asked, "model": model})
+    except error as caught:
+        assert caught.request_id and caught.body["type"] == "error", caught.body
+        assert caught.request_id == caught.body["request_id"]
+    else:
+        raise AssertionError(model)
+schemas = json.load(urllib.request.urlopen(f"{URL}/openapi.json"))["components"]["schemas"]
+for name, params in (
+    ("MessagesRequest", message_create_params.MessageCreateParamsBase),
+    ("MessagesRequest", beta_params.MessageCreateParamsBase),
+    ("CountTokensRequest", message_count_tokens_params.MessageCountTokensParams),
+    ("ToolDefinition", tool_param.ToolParam),
+):
+    unknown = set(params.__annotations__) - set(schemas[name]["properties"]) - {"betas"}
+    assert not unknown, (name, unknown)
+print("done")
+"""
 # A call, and what comes of its result.
 CALLED = "calculator 27 + 15\nThe answer is 42.\n"
 
@@ -46,6 +114,17 @@ def test_openai(replicas: int, server: Server, tmp_path: Path) -> None:
     with contextlib.nullcontext(server) if replicas == 1 else running_server(None, tmp_path, replicas=2) as asked:
         said = run([sys.executable, "-c", _block("### openai", "python")], asked)
     assert said == "LAMP TIGER MOSS!\nmoss tiger lamp"
+
+
+def test_anthropic(server: Server) -> None:
+    python = str(environment("anthropic") / "bin" / "python")
+    chat, calling = (run([python, "-c", block], server) for block in blocks(PAGE, "### anthropic", "python"))
+    assert chat == "LAMP TIGER MOSS!\nmoss tiger lamp True\n"
+    assert calling == CALLED
+
+
+def test_anthropic_s_other_ways_to_ask(server: Server) -> None:
+    assert run([str(environment("anthropic") / "bin" / "python"), "-c", OTHER_WAYS], server) == "done\n"
 
 
 @pytest.mark.parametrize(("client", "heading"), [("litellm", "### litellm"), ("langchain", "### LangChain")])

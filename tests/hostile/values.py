@@ -7,6 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from service.api.schema.messages import CountTokensRequest, MessagesRequest
 from service.api.schema.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from tests.support.adapter_files import config_bytes, lora_tensors, modules_ending, safetensors_bytes, small_layout
 from tests.support.http.uploads import CONFIG, TENSORS, multipart
@@ -93,11 +94,60 @@ MESSAGES = st.lists(
     ),
     max_size=4,
 )
+# Of Anthropic's API.
+BLOCKS = st.fixed_dictionaries(
+    {
+        "type": st.sampled_from(
+            ["text", "thinking", "tool_use", "tool_result", "tool_addition", "tool_removal", "image"]
+        )
+    },
+    optional={
+        "text": st.sampled_from(["a", "", "\x00"]) | VALUES,
+        "thinking": st.sampled_from(["hm", "<think>"]) | VALUES,
+        "id": st.just("c1") | VALUES,
+        "name": st.just("add") | VALUES,
+        "input": st.just({"a": 1}) | VALUES,
+        "tool_use_id": st.just("c1") | VALUES,
+        "content": st.sampled_from(["a", [{"type": "tool_reference", "tool_name": "add"}]]) | VALUES,
+        "is_error": st.booleans() | VALUES,
+        "tool": st.just({"type": "tool_reference", "name": "add"}) | VALUES,
+    },
+)
+TURNS = st.lists(
+    st.fixed_dictionaries(
+        {
+            "role": st.sampled_from(["user", "assistant", "system"]),
+            "content": st.just("a") | st.lists(BLOCKS, max_size=3) | VALUES,
+        }
+    ),
+    max_size=4,
+)
+ASKED: dict[str, st.SearchStrategy[Any]] = {
+    "system": st.sampled_from(["a", [{"type": "text", "text": "a"}]]) | VALUES,
+    "tools": st.lists(
+        st.fixed_dictionaries(
+            {"name": st.just("add") | VALUES, "input_schema": st.just({"type": "object"}) | VALUES},
+            optional={"type": VALUES, "defer_loading": st.booleans(), "strict": st.booleans()},
+        ),
+        max_size=2,
+    ),
+    "tool_choice": st.fixed_dictionaries(
+        {"type": st.sampled_from(["auto", "any", "tool", "none"])}, optional={"name": st.just("add") | VALUES}
+    ),
+    "thinking": st.fixed_dictionaries(
+        {"type": st.sampled_from(["enabled", "disabled", "adaptive"])}, optional={"display": VALUES}
+    ),
+    "output_config": st.fixed_dictionaries({}, optional={"effort": VALUES, "format": VALUES}),
+    "stop_sequences": st.lists(st.just("a") | VALUES, max_size=3),
+    "stream": st.booleans(),
+}
 SCHEMAS: dict[str, Any] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountTokensRequest,
 }
 
 
@@ -109,7 +159,10 @@ def bodies(draw: st.DrawFn) -> tuple[str, Any]:
     names = sorted({*schema.model_fields, *schema.unserved})
     good = draw(st.sets(st.sampled_from([name for name in names if name in GOOD_FIELDS]), max_size=5))
     body = {name: GOOD_FIELDS[name] for name in sorted(good)}
-    if schema is ChatRequest:
+    if schema in (MessagesRequest, CountTokensRequest):
+        body |= {"max_tokens": 3, "messages": draw(st.just(GOOD_FIELDS["messages"]) | TURNS | MESSAGES)}
+        body |= draw(st.fixed_dictionaries({}, optional=ASKED))
+    elif schema is ChatRequest:
         body["messages"] = draw(st.just(GOOD_FIELDS["messages"]) | MESSAGES)
     elif schema is CompletionRequest:
         body.setdefault("prompt", "a")
@@ -121,7 +174,7 @@ def bodies(draw: st.DrawFn) -> tuple[str, Any]:
     return path, body
 
 
-HEADER_NAMES = """content-type authorization x-request-id content-length expect origin accept range
+HEADER_NAMES = """content-type authorization x-request-id content-length expect origin accept range x-api-key
 transfer-encoding cookie if-match if-none-match content-encoding x-forwarded-for"""
 PATHS = """/v1/completions /tokenize /v1/models /v1/adapters /v1/adapters/shout /v1/adapters/.. /metrics
 /health /version /openapi.json /docs / /v1/models/ /v1/models/base // /tokenizer_info"""

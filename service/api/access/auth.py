@@ -50,6 +50,8 @@ ROUTES = (
     Route("/v1/completions", "infer"),
     Route("/v1/completions/batch", "infer"),
     Route("/v1/responses", "infer"),
+    Route("/v1/messages", "infer"),
+    Route("/v1/messages/count_tokens", "infer"),
     Route("/v1/embeddings", "infer"),
     Route("/tokenize", "infer"),
     Route("/detokenize", "infer"),
@@ -154,14 +156,17 @@ async def check_again(request: Request, scope: Scope) -> None:
 
 
 def _key_in(headers: Headers) -> str:
-    if len(headers.getlist("authorization")) > 1:  # a proxy before this server may go by another one of them
-        raise Unauthorized(
-            "The request has several Authorization headers; send one.", headers={"WWW-Authenticate": "Bearer"}
-        )
+    for name in ("Authorization", "x-api-key"):
+        if len(headers.getlist(name)) > 1:  # a proxy before this server may go by another one of them
+            raise Unauthorized(
+                f"The request has several {name} headers; send one.", headers={"WWW-Authenticate": "Bearer"}
+            )
+    if "authorization" not in headers and (key := headers.get("x-api-key", "").strip()):
+        return key
     scheme, _, key = headers.get("authorization", "").partition(" ")
     if scheme.lower() != "bearer" or not key.strip():
         raise Unauthorized(
-            "Send your API key in the header 'Authorization: Bearer <key>'.",
+            "Send your API key in the header 'Authorization: Bearer <key>', or as 'x-api-key: <key>'.",
             headers={"WWW-Authenticate": "Bearer"},
         )
     return key.strip()

@@ -19,7 +19,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.api.access.auth import Access
 from service.api.entry.request_log import RequestNotes
-from service.api.errors import TABLE, BadRequest, BodyTooLarge, RequestTimeout, error_body, quoted, status_of
+from service.api.errors import (
+    TABLE,
+    BadRequest,
+    BodyTooLarge,
+    RequestTimeout,
+    error_body,
+    message_error_body,
+    quoted,
+    status_of,
+)
 from service.api.http.json_body import BodyBudget
 from service.api.http.sse import JsonResponse
 from service.api.metrics.metrics import Metrics
@@ -34,6 +43,8 @@ CLIENT_GONE = 499
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 # Asked every few seconds by machines; their lines are debug lines.
 _PROBES = frozenset({"/health", "/ping", "/ready", "/metrics"})
+# Below it are the routes of Anthropic's API.
+_MESSAGES = "/v1/messages"
 _MAX_REQUEST_ID_CHARS = 200
 _MAX_LENGTH_DIGITS = 20
 # How much of a refused body is read and thrown away, so that the client gets to read why.
@@ -93,6 +104,7 @@ class EntryMiddleware:
         # Here, before anybody looks at the path: what a key is for goes by the same one as the routes.
         if self._root_path and scope["path"].startswith(f"{self._root_path}/"):
             inner["path"] = scope["path"][len(self._root_path) :]
+        visit.is_message = inner["path"] == _MESSAGES or inner["path"].startswith(f"{_MESSAGES}/")
         try:
             await self._pass(inner, visit)
         except ClientDisconnect:
@@ -161,9 +173,11 @@ class _RequestScope:
         self.status: int | None = None
         self.answered = False
         self.request_id = _named_by_client(self.headers) or uuid4().hex
+        self.is_message = False  # whether the path is of Anthropic's API, whose errors have a form of their own
         self.notes = RequestNotes()
         self.caller: Caller | None = None
         scope["multilora.notes"] = self.notes
+        scope["multilora.request_id"] = self.request_id
         scope["multilora.refuse"] = self.refuse
         scope["multilora.forget_body"] = self.forget_body
 
@@ -213,6 +227,8 @@ class _RequestScope:
             self.status = message["status"]
             headers = MutableHeaders(raw=message["headers"])
             headers["X-Request-Id"] = self.request_id
+            if self.is_message:
+                headers["request-id"] = self.request_id
             if (adapter := self.notes.adapter) is not None:
                 headers["X-Multilora-Adapter"] = adapter
             if (left_out := self.notes.left_out) is not None:
@@ -235,7 +251,8 @@ class _RequestScope:
         drain = not self._body_complete and _announces_body(self.headers)
         if drain:
             headers["Connection"] = "close"
-        response = JsonResponse(error_body(error), status_code=status, headers=headers)
+        body = message_error_body(error, self.request_id) if self.is_message else error_body(error)
+        response = JsonResponse(body, status_code=status, headers=headers)
         await self.send(
             {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
         )

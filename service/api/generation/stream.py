@@ -19,6 +19,9 @@ from service.api.http.sse import DONE, encode_event
 from service.api.run_in_thread import run_in_thread
 from service.logs import LOGGER
 
+# Of a stream with pings, how long a client that waits for the first token hears nothing.
+PING_SECONDS = 10.0
+
 
 class Chunks(Protocol):
     """The chunks of a stream: plain data, one event each, or an event's bytes."""
@@ -54,6 +57,7 @@ class EventStream(Response):
 
     encode  a chunk, or what was told of an error, to an event
     told    what is said of an error
+    ping    an event for every `PING_SECONDS` in which nothing else came by the task; none where it is empty
     """
 
     media_type = "text/event-stream"
@@ -66,9 +70,10 @@ class EventStream(Response):
         encode: Callable[[Any], bytes] = encode_event,
         told: Callable[[Exception], Any] = error_body,
         last: bytes = DONE,
+        ping: bytes = b"",
     ) -> None:
         self._job, self._chunks = job, chunks
-        self._encode, self._told, self._last = encode, told, last
+        self._encode, self._told, self._last, self._ping = encode, told, last, ping
         self.status_code, self.background = 200, None
         self.init_headers({"Cache-Control": "no-cache"})
         self._error: Exception | None = None
@@ -114,9 +119,7 @@ class EventStream(Response):
                 while not self._is_gone and (news := self._poll()) is not None:
                     await self._tell(send, await self._added(*news))
                 if not self._job.is_finished:
-                    self._is_idle = True
-                    await self._news.wait()
-                    self._is_idle = False
+                    await self._wait(send)
             await self._end(send, self._chunks.last())
         except ClientDisconnect:
             raise
@@ -125,6 +128,18 @@ class EventStream(Response):
                 LOGGER.exception("A stream failed unexpectedly.")
             self._error = error
             await self._end(send, [self._told(error)])
+
+    async def _wait(self, send: Send) -> None:
+        """Until there is news for the task, which the listener writes meanwhile. A ping is the task's own to write."""
+        while not self._news.is_set():
+            self._is_idle = True
+            try:
+                async with asyncio.timeout(PING_SECONDS if self._ping else None):
+                    await self._news.wait()
+            except TimeoutError:
+                self._is_idle = False
+                await self._write(send, self._ping)
+        self._is_idle = False
 
     def _take_news(self) -> None:
         """Write what is new if that can be done at once; leave it to the task otherwise."""

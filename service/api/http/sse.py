@@ -26,15 +26,16 @@ def encode_event(data: Any) -> bytes:
 class TextEvent:
     """An event that comes again and again with another text: what stands around the text is encoded once.
 
-    make  the event with a text
+    make    the event with a text
+    encode  as for `service.api.generation.stream.EventStream`
     """
 
-    def __init__(self, make: Callable[[str], Any]) -> None:
+    def __init__(self, make: Callable[[str], Any], encode: Callable[[Any], bytes] = encode_event) -> None:
         mark = uuid4().hex  # which nobody can have written anywhere else in the event
-        self._before, self._behind = encode_event(make(mark)).split(msgspec.json.encode(mark))
+        self._before, self._behind = encode(make(mark)).split(msgspec.json.encode(mark))
 
     def __call__(self, text: str) -> bytes:
-        """The bytes that `encode_event` makes of the event with this text."""
+        """The bytes that `encode` makes of the event with this text."""
         return self._before + msgspec.json.encode(text) + self._behind
 
 

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from service.api.access.auth import Access
 from service.api.openapi import finish
 from service.api.schema.generation_answers import ChatChunk
-from service.api.schema.response_answers import ResponseEvent
+from service.api.schema.response_answers import MessageError, MessageEvent, ResponseEvent
 from service.api.threads import in_turn
 from service.version import server_version
 
@@ -29,7 +29,7 @@ def serve_openapi(app: FastAPI, access: Access | None, root_path: str = "") -> N
         if app.openapi_schema is None:
             schema = get_openapi(title=app.title, version=server_version(), routes=app.routes)
             chunks: dict[str, Any] = {}
-            for model in (ChatChunk, ResponseEvent):
+            for model in (ChatChunk, ResponseEvent, MessageEvent, MessageError):
                 chunk = model.model_json_schema(ref_template="#/components/schemas/{model}")
                 chunks |= {**chunk.pop("$defs", {}), model.__name__: chunk}
             finish(schema, access=access, chunks=chunks)

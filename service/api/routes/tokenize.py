@@ -19,7 +19,7 @@ from service.api.http.sse import json_answer, until_disconnect
 from service.api.openapi import TEXT_ERRORS, errors
 from service.api.run_in_thread import LONG_TEXTS, run_in_thread
 from service.api.schema.answers import DetokenizeResponse, TokenizeResponse, TokenizerInfo
-from service.api.schema.requests import DetokenizeRequest, TokenizeRequest
+from service.api.schema.requests import ChatRequest, DetokenizeRequest, TokenizeRequest
 from service.api.state import Services, services_of
 from service.api.threads import in_turn
 from service.tenants.tenants import Caller
@@ -30,7 +30,7 @@ router = APIRouter(tags=["text"], route_class=JsonRoute)
 # Fields of older configs that name paths of the machine that wrote them.
 _PATHS = frozenset({"name_or_path", "tokenizer_file", "vocab_file", "merges_file", "special_tokens_map_file"})
 # Characters per place of `Services.calls`, which bounds the memory of all calls together.
-_CHARS_PER_PLACE = 1 << 16
+CHARS_PER_PLACE = 1 << 16
 _TOKENS_PER_PLACE = 1 << 14
 
 
@@ -44,8 +44,8 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     """The token ids that a completion or chat request with this prompt or these messages would run."""
     services = services_of(request)
     with ExitStack() as held:
-        held.enter_context(services.calls.places(_num_places(_num_chars(body), _CHARS_PER_PLACE)))
-        prompt = await until_disconnect(request, _prompt(services, caller_of(request), body))
+        held.enter_context(services.calls.places(num_places(_num_chars(body), CHARS_PER_PLACE)))
+        prompt = await until_disconnect(request, prompt_of(services, caller_of(request), body))
         ready = services.engine.ready
         answer = {
             "tokens": list(prompt.token_ids),
@@ -56,7 +56,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
         return json_answer(answer, held.pop_all().close)
 
 
-def _num_places(size: int, size_per_place: int) -> int:
+def num_places(size: int, size_per_place: int) -> int:
     """As long a text as fits one place, or a part of one, for each."""
     return 1 + size // size_per_place
 
@@ -71,10 +71,11 @@ async def _token_names(services: Services, prompt: Prompt) -> list[str]:
     return await run_in_thread(work, size_chars=len(prompt.text))
 
 
-async def _prompt(services: Services, caller: Caller, body: TokenizeRequest) -> Prompt:
-    target = resolve(services, caller, body.model)
+async def prompt_of(services: Services, caller: Caller, body: TokenizeRequest | ChatRequest) -> Prompt:
+    """The prompt that the body makes. Raises as admission does."""
+    target = resolve(services, caller, body.model, body.adapter_id if isinstance(body, ChatRequest) else None)
     try:
-        if body.messages is not None:
+        if isinstance(body, ChatRequest) or body.messages is not None:
             return (await tokenized(services, body, await rendered(services, target, body)))[0]
         text = body.prompt or ""
         if len(text) > MAX_TEXT_CHARS:
@@ -130,7 +131,7 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     if body.model is not None:
         resolve(services, caller_of(request), body.model).release()
     with ExitStack() as held:
-        held.enter_context(services.calls.places(_num_places(len(body.tokens), _TOKENS_PER_PLACE)))
+        held.enter_context(services.calls.places(num_places(len(body.tokens), _TOKENS_PER_PLACE)))
         text = await in_turn(_text, services.tokenizer, body.tokens, pool=LONG_TEXTS)
         return json_answer({"prompt": text}, held.pop_all().close)
 

@@ -23,6 +23,7 @@ _UNIONS = frozenset(
     {
         "prompt",
         "stop",
+        "system",
         "content",
         "arguments",
         "input",

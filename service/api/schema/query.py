@@ -6,16 +6,16 @@ from fastapi import Depends, Request
 
 from service.api.errors import BadRequest, quoted
 
-# Whoever moves a program from Azure's OpenAI to another server leaves it in its client's settings, which send it with
-# every request.
-_INERT = b"api-version"
+# Whoever moves a program from Azure's OpenAI to another server leaves the one in its client's settings, which send it
+# with every request; Anthropic's clients send the other with requests that name a beta in a header.
+_INERT = (b"api-version", b"beta")
 
 
 def without_inert(query: bytes) -> bytes:
     """The query without what means nothing here."""
-    if _INERT not in query:
+    if not any(name in query for name in _INERT):
         return query
-    return b"&".join(part for part in query.split(b"&") if part.partition(b"=")[0] != _INERT)
+    return b"&".join(part for part in query.split(b"&") if part.partition(b"=")[0] not in _INERT)
 
 
 def refuse_query(request: Request) -> None:

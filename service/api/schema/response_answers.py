@@ -1,4 +1,4 @@
-"""Answers of POST /v1/responses."""
+"""Answers of POST /v1/responses and POST /v1/messages."""
 
 from __future__ import annotations
 
@@ -102,3 +102,81 @@ class ResponseEvent(Response):
 
     type: str
     sequence_number: int
+
+
+class MessageBlock(Response):
+    """A part of an answer."""
+
+    type: Literal["text", "thinking", "tool_use"]
+    text: str | None = None
+    thinking: str | None = None
+    signature: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+
+
+class OutputTokensDetails(Response):
+    """Details of the answer's tokens."""
+
+    thinking_tokens: int
+
+
+class MessageUsage(Response):
+    """Token counts; the prompt has the sum of the three of its tokens."""
+
+    input_tokens: int
+    cache_creation_input_tokens: Literal[0]
+    cache_read_input_tokens: int
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+
+
+class MessageObject(Response):
+    """Answer of POST /v1/messages."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[MessageBlock]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"] | None
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class MessageEvent(Response):
+    """An event of a streamed message: its `type` says what else it holds."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal[
+        "message_start",
+        "content_block_start",
+        "content_block_delta",
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+        "ping",
+    ]
+
+
+class TokenCount(Response):
+    """Answer of POST /v1/messages/count_tokens."""
+
+    input_tokens: int
+
+
+class MessageErrorDetail(Response):
+    """Kind and sentence of an error."""
+
+    type: str
+    message: str
+
+
+class MessageError(Response):
+    """Every answer below /v1/messages with a status of 400 or more, and the event of a stream that fails."""
+
+    type: Literal["error"]
+    error: MessageErrorDetail
+    request_id: str

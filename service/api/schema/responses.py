@@ -7,6 +7,7 @@ what is wrong with that is told in the names that the client knows.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationError, model_validator
@@ -190,12 +191,12 @@ def chat_of(request: ResponsesRequest) -> ChatRequest:
         raise renamed(bad_request(error.errors())) from None
 
 
-def renamed(error: ApiError) -> ApiError:
-    """The chat's error under the names of the response's fields."""
+def renamed(error: ApiError, names: Mapping[str, str] = NAMES) -> ApiError:
+    """The chat's error under other names of its fields: those of the response's."""
     message, param = error.message, error.param or ""
-    for ours, theirs in NAMES.items():
+    for ours, theirs in names.items():
         message = re.sub(rf"`{re.escape(ours)}(?=[`.[])", f"`{theirs}", message)
-        if param.startswith(ours):
+        if re.match(rf"{re.escape(ours)}(?=$|[.[])", param):
             # The messages are not the items: calls of functions are part of one.
             param = theirs if ours == "messages" else theirs + param[len(ours) :]
     message, param = (_NESTED.sub(r"\1", text) for text in (message, param))

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator
+from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag
 
 from service.api.schema.base import FIRST, Request, field_error, value_fault
 from service.api.schema.unserved_fields import TOOL_FIELDS
@@ -21,9 +21,30 @@ MAX_TOOLS_CHARS = 1 << 18
 # Depth of a tool's parameters.
 MAX_SCHEMA_DEPTH = 64
 
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 _NO_SUCH_TOOL = "`tool_choice` names a function that is not among the `tools`."
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+
+
+def _checked_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
+    if parameters.get("type", "object") != "object":
+        raise value_fault('must be the JSON schema of an object, with `type`: "object"')
+    properties = parameters.get("properties", {})
+    if not isinstance(properties, dict) or not all(isinstance(one, dict | bool) for one in properties.values()):
+        raise value_fault("must be a JSON schema whose `properties` is an object of schemas")
+    required = parameters.get("required", [])
+    if not isinstance(required, list) or not all(isinstance(one, str) for one in required):
+        raise value_fault("must be a JSON schema whose `required` is a list of names")
+    level: list[Any] = [parameters]
+    for _ in range(MAX_SCHEMA_DEPTH):
+        level = [inner for value in level for inner in _inner(value)]
+        if not level:
+            return parameters
+    raise value_fault(f"may be nested up to {MAX_SCHEMA_DEPTH} levels deep")
+
+
+# JSON schema of the object that a function is called with.
+Parameters = Annotated[dict[str, Any], AfterValidator(_checked_parameters)]
 
 
 class FunctionDefinition(Request):
@@ -31,30 +52,10 @@ class FunctionDefinition(Request):
 
     unserved = TOOL_FIELDS
 
-    name: Name = Field(description="letters, digits, `_`, `-` and `.`, up to 64 of them")
+    name: Name = Field(description="letters, digits, `_`, `-` and `.`, up to 128 of them")
     description: str | None = Field(None, description="what it does, for the model")
-    parameters: dict[str, Any] | None = Field(None, description="JSON schema of an object; default: no parameters")
+    parameters: Parameters | None = Field(None, description="JSON schema of an object; default: no parameters")
     strict: bool | None = Field(None, description="hold the model to the schema wherever it calls this tool")
-
-    @field_validator("parameters")
-    @classmethod
-    def _check_parameters(cls, parameters: dict[str, Any] | None) -> dict[str, Any] | None:
-        if parameters is None:
-            return None
-        if parameters.get("type", "object") != "object":
-            raise value_fault('must be the JSON schema of an object, with `type`: "object"')
-        properties = parameters.get("properties", {})
-        if not isinstance(properties, dict) or not all(isinstance(one, dict | bool) for one in properties.values()):
-            raise value_fault("must be a JSON schema whose `properties` is an object of schemas")
-        required = parameters.get("required", [])
-        if not isinstance(required, list) or not all(isinstance(one, str) for one in required):
-            raise value_fault("must be a JSON schema whose `required` is a list of names")
-        level: list[Any] = [parameters]
-        for _ in range(MAX_SCHEMA_DEPTH):
-            level = [inner for value in level for inner in _inner(value)]
-            if not level:
-                return parameters
-        raise value_fault(f"may be nested up to {MAX_SCHEMA_DEPTH} levels deep")
 
 
 class Tool(Request):

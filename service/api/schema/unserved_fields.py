@@ -144,6 +144,15 @@ TOKENIZE_FIELDS = {
 STRUCTURED_OUTPUT_FIELDS = _table(
     _refused("disable_fallback", neutral=(True, False)),
 )
+# Fields that chats serve and its other shapes do not.
+_OF_CHATS_ALONE = (
+    _refused("n", neutral=(1,), advice="send the request several times"),
+    _refused("add_generation_prompt", neutral=(True,), advice=_CHAT),
+    _refused("continue_final_message", "echo", neutral=(False,), advice=_CHAT),
+    _refused("return_token_ids", "return_tokens_as_token_ids", neutral=(False,), advice=_CHAT),
+    _refused("prompt_logprobs", "truncate_prompt_tokens", advice=_CHAT),
+    _refused("truncation_side", neutral=("left",), advice=_CHAT),
+)
 # Fields of responses: a chat's, and those that need a server which stores something.
 RESPONSE_FIELDS = GENERATION_FIELDS | _table(
     _refused("previous_response_id", "conversation", advice="send the whole conversation as `input`"),
@@ -161,12 +170,24 @@ RESPONSE_FIELDS = GENERATION_FIELDS | _table(
     _refused("response_format", advice="send `text.format`"),
     _refused("reasoning_effort", "enable_thinking", advice="send `reasoning.effort`"),
     _refused("logprobs", neutral=(False,), advice='send `include`: ["message.output_text.logprobs"]'),
-    _refused("n", neutral=(1,), advice="send the request several times"),
-    _refused("add_generation_prompt", neutral=(True,), advice=_CHAT),
-    _refused("continue_final_message", "echo", neutral=(False,), advice=_CHAT),
-    _refused("return_token_ids", "return_tokens_as_token_ids", neutral=(False,), advice=_CHAT),
-    _refused("prompt_logprobs", "truncate_prompt_tokens", advice=_CHAT),
-    _refused("truncation_side", neutral=("left",), advice=_CHAT),
+    *_OF_CHATS_ALONE,
+)
+# Fields of messages: a chat's, and those of Anthropic's services around the model.
+MESSAGE_FIELDS = GENERATION_FIELDS | _table(
+    _inert("cache_control", "diagnostics", "inference_geo", "user_profile_id", "workspace_id"),
+    _inert("anthropic_version", "anthropic_beta"),
+    _refused("mcp_servers", "fallbacks", neutral=([],)),
+    _refused("speed", neutral=("standard",)),
+    _refused("container", "compaction", "thread", "billing_policy", "fallback_credit_token"),
+    _refused("output_format", advice="send `output_config.format`"),
+    # Fields that chats name otherwise, or serve and messages do not.
+    _refused("response_format", advice="send `output_config.format`"),
+    _refused("reasoning_effort", "enable_thinking", advice="send `thinking` and `output_config.effort`"),
+    _refused("include_reasoning", "separate_reasoning", neutral=(True,), advice="send `thinking.display`"),
+    _refused("parallel_tool_calls", neutral=(True,), advice="send `tool_choice.disable_parallel_tool_use`"),
+    _refused("stream_options", neutral=({},), advice="leave it out: token counts always come"),
+    _refused("logprobs", "top_logprobs", neutral=(False, 0), advice=_CHAT),
+    *_OF_CHATS_ALONE,
 )
 # Fields of embeddings.
 EMBEDDING_FIELDS = _table(
@@ -191,4 +212,9 @@ TOOL_FIELDS = _table(
     _refused("async", "defer_loading", neutral=(False,)),
     _refused("allowed_callers", neutral=(["direct"],)),
     _refused("output_schema", advice="say in the `description` what it gives back"),
+)
+# Of a message's tool: calls are streamed as they are written, whoever makes them.
+MESSAGE_TOOL_FIELDS = TOOL_FIELDS | _table(
+    _inert("eager_input_streaming"),
+    _refused("parameters", "function", advice="send `input_schema`"),
 )

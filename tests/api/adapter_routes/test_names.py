@@ -83,6 +83,7 @@ def test_requests_name_them(slashed: Server, client: openai.OpenAI, adapter: str
     for path, body in (
         ("/v1/completions/batch", {"items": [{"model": adapter, "prompt": "a", "max_tokens": 1}]}),
         ("/v1/responses", {"model": adapter, "input": "a", "max_output_tokens": 1}),
+        ("/v1/messages", {"model": adapter, "messages": [{"role": "user", "content": "a"}], "max_tokens": 1}),
         ("/tokenize", {"model": adapter, "prompt": "a"}),
         ("/detokenize", {"model": adapter, "tokens": [1]}),
     ):

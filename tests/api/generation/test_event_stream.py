@@ -14,6 +14,7 @@ import pytest
 
 from kernels.sampling.scored_token import ScoredToken
 from service.api.errors import EngineFailed
+from service.api.generation import stream
 from service.api.generation.job import GenerationJob
 from service.api.generation.output_chunk import OutputChunk
 from service.api.generation.stream import EventStream
@@ -114,8 +115,8 @@ def answered(reads: Iterable[bool], last: OutputChunk | Exception) -> tuple[Clie
         client, job = Client(), Said()
         scope = {"multilora.connection": client, "multilora.notes": SimpleNamespace(failed=failed.append)}
         client.reads.set()
-        stream = EventStream(cast(GenerationJob, job), Chunks())
-        answering = asyncio.create_task(stream(scope, client.receive, cast(Any, client.send)))
+        answer = EventStream(cast(GenerationJob, job), Chunks())
+        answering = asyncio.create_task(answer(scope, client.receive, cast(Any, client.send)))
         await settle()
         for number, does_read in enumerate(reads):
             (client.reads.set if does_read else client.reads.clear)()
@@ -127,6 +128,30 @@ def answered(reads: Iterable[bool], last: OutputChunk | Exception) -> tuple[Clie
         return client, job
 
     return *asyncio.run(run()), failed
+
+
+def test_a_client_that_waits_is_pinged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until there is news, which comes behind the pings, in its order."""
+    monkeypatch.setattr(stream, "PING_SECONDS", 0.001)
+
+    async def run() -> list[str]:
+        client, job = Client(), Said()
+        client.reads.set()
+        scope = {"multilora.connection": client, "multilora.notes": SimpleNamespace()}
+        pinged = EventStream(cast(GenerationJob, job), Chunks(), ping=b"ping")
+        answering = asyncio.create_task(pinged(scope, client.receive, cast(Any, client.send)))
+        async with asyncio.timeout(LIMIT_SECONDS):
+            for number, word in enumerate(("one", "two")):
+                while client.got.count("ping") < 2 * (number + 1):
+                    await asyncio.sleep(0)
+                job.say(OutputChunk(word))
+            job.say(OutputChunk("end", finish_reason="stop"))
+            await answering
+        return client.got
+
+    got = asyncio.run(run())
+    assert got[:3] == ["first", "ping", "ping"]
+    assert [one for one in got if one != "ping"] == ["first", "one", "two", "end", "last", "[DONE]", ""]
 
 
 @pytest.mark.parametrize("bits", range(16))
@@ -159,8 +184,8 @@ def test_what_is_long_is_left_to_the_task_and_comes_in_its_place() -> None:
         client, job = Client(), Said()
         client.reads.set()
         scope = {"multilora.connection": client}
-        stream = EventStream(cast(GenerationJob, job), Chunks())
-        answering = asyncio.create_task(stream(scope, client.receive, cast(Any, client.send)))
+        answer = EventStream(cast(GenerationJob, job), Chunks())
+        answering = asyncio.create_task(answer(scope, client.receive, cast(Any, client.send)))
         await settle()
         for piece in (OutputChunk("before"), long, OutputChunk("behind"), OutputChunk("end", finish_reason="length")):
             job.say(piece)
@@ -176,8 +201,8 @@ def test_a_client_that_goes_ends_it(does_read: bool) -> None:
         client, job = Client(), Said()
         client.reads.set()
         scope = {"multilora.connection": client}
-        stream = EventStream(cast(GenerationJob, job), Chunks())
-        answering = asyncio.create_task(stream(scope, client.receive, cast(Any, client.send)))
+        answer = EventStream(cast(GenerationJob, job), Chunks())
+        answering = asyncio.create_task(answer(scope, client.receive, cast(Any, client.send)))
         await settle()
         if not does_read:
             client.reads.clear()

@@ -141,6 +141,8 @@ class TestKeys:
             ("GET", "/metrics", ("reader", "writer")),
             ("POST", "/v1/completions", ("reader", "writer")),
             ("POST", "/v1/completions/batch", ("reader", "writer")),
+            ("POST", "/v1/messages", ("reader", "writer")),
+            ("POST", "/v1/messages/count_tokens", ("reader", "writer")),
             ("POST", "/tokenize", ("reader", "writer")),
             ("POST", "/v1/adapters", ("writer",)),
             ("DELETE", "/v1/adapters/nobody", ("writer",)),
@@ -158,6 +160,9 @@ class TestKeys:
             bearer("wrong"),
             {"Authorization": "Bearer"},
             {"Authorization": "Basic cmVhZGVy"},
+            {"Authorization": "Basic cmVhZGVy", "x-api-key": "writer"},
+            {"x-api-key": "wrong"},
+            {"x-api-key": ""},
             bearer("writer2"),
         ):
             answer = anyone.request(method, url, headers=headers)
@@ -165,6 +170,7 @@ class TestKeys:
             assert answer.headers["www-authenticate"] == "Bearer"
         for key in ("reader", "other", "writer"):
             answer = anyone.request(method, url, headers=bearer(key))
+            assert anyone.request(method, url, headers={"x-api-key": key}).status_code == answer.status_code
             if ("reader" if key == "other" else key) in open_to:
                 assert answer.status_code not in (401, 403)
             else:

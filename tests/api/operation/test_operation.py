@@ -68,6 +68,8 @@ STATUSES: dict[str, tuple[str, str]] = {
     "post /v1/chat/completions/batch": ("200 400 404 413 429 500 503", "401 403"),
     "post /v1/completions/batch": ("200 400 413 429 503", "401 403"),
     "post /v1/responses": ("200 400 404 413 429 500 503", "401 403"),
+    "post /v1/messages": ("200 400 404 413 429 500 503", "401 403"),
+    "post /v1/messages/count_tokens": ("200 400 404 413 429 500 503", "401 403"),
     "post /v1/embeddings": ("200 400 404 413 429 500 503", "401 403"),
     "post /tokenize": ("200 400 404 413 429 500 503", "401 403"),
     "post /detokenize": ("200 400 404 413 429 500 503", "401 403"),
@@ -157,6 +159,12 @@ class TestOpenapi:
             ("/v1/responses", {"model": "alpha", "input": "the", "max_output_tokens": 3, "top_logprobs": 2}),
             ("/v1/responses", {"input": "the", "store": True, "metadata": {"a": "b"}, "logit_bias": {"2": 100}}),
             ("/v1/responses", {"input": "the", "previous_response_id": "x"}),
+            ("/v1/messages", {"model": "alpha", "messages": CHAT, "max_tokens": 3}),
+            ("/v1/messages", {"messages": CHAT, "max_tokens": 3, "logit_bias": {"2": 100}}),
+            ("/v1/messages", {"messages": CHAT}),
+            ("/v1/messages", {"model": "nobody", "messages": CHAT, "max_tokens": 3}),
+            ("/v1/messages/count_tokens", {"messages": CHAT}),
+            ("/v1/messages/count_tokens", {"messages": []}),
             ("/v1/embeddings", {"model": "alpha", "input": ["the", "tin"]}),
             ("/v1/embeddings", {"input": [[7, 8]], "encoding_format": "base64"}),
             ("/v1/embeddings", {"input": ""}),
@@ -230,6 +238,9 @@ class TestOpenapi:
         events = [line.partition("data: ")[2] for line in answer.text.split("\n\n") if line]
         for event in events:
             check_answer(openapi, "post", "/v1/responses", answer, json.loads(event))
+        message = server.post("/v1/messages", json={"messages": CHAT, "stream": True, "max_tokens": 3})
+        for event in message.text.strip().split("\n\n"):
+            check_answer(openapi, "post", "/v1/messages", message, json.loads(event.partition("data: ")[2]))
         whole = {"$ref": "#/components/schemas/ResponseObject", "components": openapi["components"]}
         jsonschema.validate(json.loads(events[0])["response"], whole)
         jsonschema.validate(json.loads(events[-1])["response"], whole)

@@ -85,6 +85,13 @@ def test_usage_of_streams_responses_and_batches_has_it(cached: Cached) -> None:
     assert f'"cached_tokens":{whole_blocks(num_prompt)}' in str(item).replace("'", '"').replace(" ", "")
     stream = cached.post("/v1/completions", key, stream=True, stream_options={"include_usage": True}, **body)
     assert f'"cached_tokens":{whole_blocks(num_prompt)}' in stream.text.replace(" ", "")
+    chat = {"messages": [{"role": "user", "content": TEXT[1:]}], "max_tokens": 2}
+    usages = [cached.post("/v1/messages", key, **chat).json()["usage"] for _ in range(2)]
+    num_prompt = usages[0]["input_tokens"]
+    assert [usage["cache_read_input_tokens"] for usage in usages] == [0, whole_blocks(num_prompt)]
+    assert usages[1]["input_tokens"] == num_prompt - whole_blocks(num_prompt)
+    started = cached.post("/v1/messages", key, stream=True, **chat).text
+    assert f'"cache_read_input_tokens":{whole_blocks(num_prompt)},"output_tokens":1,' in started
     first, second = (cached.post("/v1/responses", key, input=TEXT, max_output_tokens=2).json() for _ in range(2))
     assert first["usage"]["input_tokens_details"]["cached_tokens"] == 0
     assert second["usage"]["input_tokens_details"]["cached_tokens"] == whole_blocks(second["usage"]["input_tokens"])

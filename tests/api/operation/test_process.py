@@ -326,6 +326,8 @@ class TestKilledEngine:
             whole: list[httpx.Response] = []
             thread = threading.Thread(target=lambda: whole.append(server.post("/v1/completions", json=ENDLESS)))
             response = {"model": "alpha", "input": "the", "ignore_eos": True, "max_output_tokens": 15_000}
+            said = [{"role": "user", "content": "the"}]
+            message = {"model": "alpha", "messages": said, "ignore_eos": True, "max_tokens": 15_000}
             with (
                 httpx.stream(
                     "POST", f"{server.url}/v1/completions", json={**ENDLESS, "stream": True}, timeout=LIMIT_SECONDS
@@ -333,18 +335,28 @@ class TestKilledEngine:
                 httpx.stream(
                     "POST", f"{server.url}/v1/responses", json={**response, "stream": True}, timeout=LIMIT_SECONDS
                 ) as response_stream,
+                httpx.stream(
+                    "POST", f"{server.url}/v1/messages", json={**message, "stream": True}, timeout=LIMIT_SECONDS
+                ) as message_stream,
             ):
                 lines = stream.iter_lines()
                 assert '"text"' in next(lines)
                 thread.start()
-                wait_for(lambda: server.metric("num_requests_open") == 3, "all requests to run")
+                wait_for(lambda: server.metric("num_requests_open") == 4, "all requests to run")
                 os.kill(server.engine_pid(), signal.SIGKILL)
                 rest = [line for line in lines if line]
-                events = [json.loads(line[6:]) for line in response_stream.iter_lines() if line.startswith("data: ")]
+                events, message_events = (
+                    [json.loads(line[6:]) for line in one.iter_lines() if line.startswith("data: ")]
+                    for one in (response_stream, message_stream)
+                )
             thread.join()
             assert [event["sequence_number"] for event in events] == list(range(len(events)))
             assert (events[-1]["type"], events[-1]["error"]["code"]) == ("error", "engine_failed")
             assert "signal 9" in events[-1]["message"] == events[-1]["error"]["message"]
+            last = message_events[-1]
+            assert (last["type"], last["error"]["type"]) == ("error", "api_error")
+            assert last["request_id"] == message_stream.headers["request-id"]
+            assert "signal 9" in last["error"]["message"]
             assert rest[-1] == "data: [DONE]"
             assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "engine_failed"
             assert (whole[0].status_code, whole[0].json()["error"]["code"]) == (500, "engine_failed")

@@ -64,7 +64,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [tool("f\n")]}, "tools[0].function.name", "pattern"),
     ({"tools": [tool("é")]}, "tools[0].function.name", "pattern"),
     ({"tools": [tool("f(x)")]}, "tools[0].function.name", "pattern"),
-    ({"tools": [tool("x" * 65)]}, "tools[0].function.name", "pattern"),
+    ({"tools": [tool("x" * 129)]}, "tools[0].function.name", "pattern"),
     ({"tools": [tool("\ud800")]}, "tools[0].function.name", "surrogate"),
     ({"tools": [tool(description=1)]}, "tools[0].function.description", "valid string"),
     ({"tools": [tool(description=["x"])]}, "tools[0].function.description", "valid string"),

@@ -22,6 +22,7 @@ _LENGTHS = {
     "/v1/chat/completions": "max_tokens",
     "/v1/chat/completions/batch": "max_tokens",
     "/v1/responses": "max_output_tokens",
+    "/v1/messages": "max_tokens",
 }
 
 # The first request of each, whatever was made up: all that are made up could be refused, for what a schema cannot tell.
@@ -29,6 +30,7 @@ _FIRST: dict[str, dict[str, Any]] = {
     "/v1/completions": {"model": "shout", "prompt": "x", "ignore_eos": True},
     "/v1/chat/completions": {"model": "shout", "messages": [{"role": "user", "content": "x"}], "ignore_eos": True},
     "/v1/responses": {"model": "shout", "input": "x"},
+    "/v1/messages": {"model": "shout", "messages": [{"role": "user", "content": "x"}]},
 }
 
 
