@@ -360,6 +360,7 @@ class TestRequests:
             ({"stop_sequences": [""]}, "stop_sequences[0]"),
             ({"mcp_servers": [{"type": "url"}]}, "mcp_servers"),
             ({"container": "c"}, "container"),
+            ({"thread": {"type": "create"}}, "thread"),
             ({"speed": "fast"}, "speed"),
             ({"reasoning_effort": "low"}, "output_config.effort"),
             ({"n": 2}, "`n`"),
@@ -374,6 +375,8 @@ class TestRequests:
         answer = post(speaker, "/v1/messages", body)
         assert answer.status_code == 400, answer.text
         told = answer.json()
+        details = told["error"].pop("details", {})
+        assert details == ({"error_code": "thread_unsupported_request"} if named == "thread" else {})
         assert told == {
             "type": "error",
             "error": {"type": "invalid_request_error", "message": told["error"]["message"]},

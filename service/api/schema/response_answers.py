@@ -168,10 +168,11 @@ class TokenCount(Response):
 
 
 class MessageErrorDetail(Response):
-    """Kind and sentence of an error."""
+    """Kind and sentence of an error; `details` has a code that clients know, where there is one."""
 
     type: str
     message: str
+    details: dict[str, str] | None = None
 
 
 class MessageError(Response):

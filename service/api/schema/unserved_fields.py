@@ -178,7 +178,8 @@ MESSAGE_FIELDS = GENERATION_FIELDS | _table(
     _inert("anthropic_version", "anthropic_beta"),
     _refused("mcp_servers", "fallbacks", neutral=([],)),
     _refused("speed", neutral=("standard",)),
-    _refused("container", "compaction", "thread", "billing_policy", "fallback_credit_token"),
+    _refused("container", "compaction", "billing_policy", "fallback_credit_token"),
+    _refused("thread", advice="send the whole conversation as `messages`"),
     _refused("output_format", advice="send `output_config.format`"),
     # Fields that chats name otherwise, or serve and messages do not.
     _refused("response_format", advice="send `output_config.format`"),
