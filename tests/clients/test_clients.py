@@ -78,7 +78,7 @@ def calculator(expression: str) -> str:
 chat = [{"role": "user", "content": "What is 27 + 15?"}]
 for stream in (False, True):
     runner = client.beta.messages.tool_runner(
-        **{**asked, "model": "calculator", "messages": chat}, tools=[calculator], stream=stream
+        **{**asked, "model": "calculator", "messages": chat, "max_tokens": 200}, tools=[calculator], stream=stream
     )
     assert runner.until_done().content[0].text == "The answer is 42."
 for model, error in (("nobody", anthropic.NotFoundError), (5, anthropic.BadRequestError)):
