@@ -213,6 +213,32 @@ def test_codex(tmp_path: Path) -> None:
     assert -1 not in places and places == sorted(places), prompt
 
 
+def test_claude_code(tmp_path: Path) -> None:
+    """It lists files, edits one, and ends; an edit that fails is told to the model."""
+    (program,) = (environment("claude-code") / "node_modules" / "@anthropic-ai").glob("claude-code-*/claude")
+    path = f"{program.parent}{os.pathsep}{os.environ['PATH']}"
+    work_dir, lamp = tmp_path / "work", tmp_path / "work" / "lamp.txt"
+    work_dir.mkdir()
+    lamp.write_text("a red lamp\n")
+    edit = {"file_path": str(lamp), "old_string": "red", "new_string": "green"}
+    calls = [
+        {"name": "Bash", "arguments": {"command": "ls", "description": "List files"}},
+        *[{"name": "Edit", "arguments": edit}] * 2,
+    ]
+    said = [f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls]
+    model_dir = make_text_model(BUNDLED_MODEL_DIR, tmp_path / "model", TEMPLATES["hermes"])
+    with scripted_server(model_dir, tmp_path / "store", model_name="base", max_len_tokens=1 << 17) as server:
+        server.says(f"I look.\n{said[0]}", *said[1:], "The lamp is green.")
+        command = ["bash", "-euc", _block("### Claude Code", "sh")]
+        asked = {"cwd": work_dir, "PATH": path, "HOME": str(tmp_path), "CLAUDE_CONFIG_DIR": str(tmp_path / "claude")}
+        assert run(command, server, **asked) == "The lamp is green.\n"
+        prompt, num_asked = server.engine.last_prompt, len(server.engine.submitted)
+    assert (lamp.read_text(), num_asked) == ("a green lamp\n", 4)
+    told = ["Make the lamp green.", "I look.", "lamp.txt", "updated successfully", "Error:\n", "not found"]
+    places = [prompt.find(one) for one in told]
+    assert -1 not in places and places == sorted(places), prompt
+
+
 @contextlib.contextmanager
 def _open_webui(server: Server, work_dir: Path) -> Iterator[str]:
     """Open WebUI by its block, for one user who needs no account; its URL."""
