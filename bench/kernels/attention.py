@@ -134,9 +134,8 @@ def ours(row: Row, arguments: Arguments, tile: TileConfig | None = None) -> torc
 def plan_of(row: Row) -> LaunchPlan:
     """The launch that the table chooses."""
     heads = Heads(NUM_HEADS, KV_HEADS, row.head_dim, 2, None)
-    return plan_for(
-        in_use(torch.device("cuda")), heads, row.num_sequences * row.num_tokens, row.num_sequences, row.context
-    )
+    num_tokens, platform = row.num_sequences * row.num_tokens, in_use(torch.device("cuda"))
+    return plan_for(platform, heads, num_tokens, row.num_sequences, row.context, is_decode=row.num_tokens == 1)
 
 
 def sdpa(row: Row, arguments: Arguments) -> torch.Tensor:

@@ -57,6 +57,14 @@ def test_grammars_are_measured_beside_free_answers(tmp_path: Path) -> None:
     assert min(*figures["ratios"], *figures["decode_step_ms"]["free"]) > 0
 
 
+def test_the_prefix_cache_is_measured_beside_an_engine_without_it(tmp_path: Path) -> None:
+    figures = _run("bench.steps.prefix", tmp_path, "--long-prompt", "160")
+    assert None not in figures["cost"].values()
+    assert figures["long"]["first_token_ms_found"] > 0
+    # Each of the three computes the end of its prompt by itself, which fills no block.
+    assert 1 <= figures["equal"]["computed_of_one"] < 2
+
+
 def test_http_is_measured_beside_the_engine_in_process(tmp_path: Path) -> None:
     sides = _run("bench.http.http", tmp_path)["sides"]
     assert list(sides) == ["in-process", "whole", "streamed"]

@@ -57,7 +57,8 @@ def paged_attention(
         return
     if plan is None:
         heads = Heads(num_heads, kv_heads, head_dim, q.element_size(), sliding_window)
-        plan = plan_for(in_use(q.device), heads, num_tokens, num_sequences, max_blocks * block_size)
+        max_kv_tokens = max_blocks * block_size
+        plan = plan_for(in_use(q.device), heads, num_tokens, num_sequences, max_kv_tokens, is_decode=maps.is_decode)
     tile, groups, is_split = plan.tile, num_heads // kv_heads, plan.num_splits > 1
     block_d = max(16, triton.next_power_of_2(head_dim))
     target, lse = out, None
@@ -112,7 +113,7 @@ def warm_up(
     queries = k_cache.new_zeros(2, num_heads, head_dim)
     zeros = torch.zeros(3, dtype=torch.int32, device=k_cache.device)
     for num_tokens in (1, 2):  # of one sequence: the two kinds of tile
-        tile = plan_for(platform, heads, num_tokens, 1, block_size).tile
+        tile = plan_for(platform, heads, num_tokens, 1, block_size, is_decode=True).tile
         q = queries[:num_tokens]
         # No tokens, so that no slot is read: all queries are padding behind the only sequence.
         slots = torch.full((num_tokens,), -1, dtype=torch.int64, device=k_cache.device)

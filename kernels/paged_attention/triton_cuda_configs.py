@@ -39,6 +39,8 @@ class AttentionTable:
     programs_per_core  keys are split among programs until there are so many
     min_split_tokens   keys that a split is worth
     max_split_tokens   keys after which a sequence is split even among many, so that it does not end long after them
+    max_split_chunk_tokens  the same of steps with chunks whose tokens are few: most of their padded sequences may be
+                            empty, and a chunk behind a long prefix all that is there
     """
 
     decode: Mapping[tuple[int, int], TileConfig]
@@ -46,6 +48,7 @@ class AttentionTable:
     programs_per_core: int
     min_split_tokens: int
     max_split_tokens: int
+    max_split_chunk_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +103,7 @@ _HOPPER = AttentionTable(
     programs_per_core=4,
     min_split_tokens=256,
     max_split_tokens=16384,
+    max_split_chunk_tokens=1024,
 )
 
 # Kind of GPU, by the name its driver reports; "any" serves the rest.
@@ -121,17 +125,20 @@ def tile_for(table: AttentionTable, heads: Heads, *, is_decode: bool) -> TileCon
     return replace(tile, block_m=max(tile.block_m, 1 << (groups - 1).bit_length()))
 
 
-def plan_for(platform: Platform, heads: Heads, num_tokens: int, num_sequences: int, max_kv_tokens: int) -> LaunchPlan:
+def plan_for(
+    platform: Platform, heads: Heads, num_tokens: int, num_sequences: int, max_kv_tokens: int, *, is_decode: bool
+) -> LaunchPlan:
     """The launch of a step of these padded sizes.
 
     max_kv_tokens  that a row of the block table has room for
+    is_decode      every sequence has one token
     """
-    return _plan(platform.kind, platform.num_cores, heads, num_tokens, num_sequences, max_kv_tokens)
+    return _plan(platform.kind, platform.num_cores, heads, num_tokens, num_sequences, max_kv_tokens, is_decode)
 
 
 @functools.lru_cache(maxsize=4096)
 def _plan(
-    kind: str, num_cores: int, heads: Heads, num_tokens: int, num_sequences: int, max_kv_tokens: int
+    kind: str, num_cores: int, heads: Heads, num_tokens: int, num_sequences: int, max_kv_tokens: int, is_decode: bool
 ) -> LaunchPlan:
     table = TABLES.get(kind, TABLES["any"])
     tile = tile_for(table, heads, is_decode=num_tokens <= num_sequences)
@@ -139,7 +146,10 @@ def _plan(
     num_programs = heads.kv_heads * min(num_tokens, num_tokens // queries + num_sequences)
     if heads.sliding_window is not None:
         max_kv_tokens = min(max_kv_tokens, heads.sliding_window + queries - 1)
-    wanted = max(num_cores * table.programs_per_core // num_programs, -(-max_kv_tokens // table.max_split_tokens))
+    # Without the tiles that padded sequences may need, there is less than two for each core.
+    is_small = not is_decode and heads.kv_heads * (num_tokens // queries + 1) < 2 * num_cores
+    most = table.max_split_chunk_tokens if is_small else table.max_split_tokens
+    wanted = max(num_cores * table.programs_per_core // num_programs, -(-max_kv_tokens // most))
     worth = -(-max_kv_tokens // table.min_split_tokens)
     fitting = WORKSPACE_BYTES // (4 * num_tokens * heads.num_heads * (heads.head_dim + 1))
     num_splits = max(1, min(wanted, worth, fitting, MAX_SPLITS))

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -175,9 +176,12 @@ HEADS = st.builds(
     num_tokens=st.integers(1, 8192),
     num_sequences=st.integers(1, 300),
     max_kv_tokens=st.integers(0, 200_000),
+    is_decode=st.booleans(),
 )
-def test_plans_fit_the_workspace(heads: Heads, num_tokens: int, num_sequences: int, max_kv_tokens: int) -> None:
-    plan = plan_for(H200, heads, num_tokens, num_sequences, max_kv_tokens)
+def test_plans_fit_the_workspace(
+    heads: Heads, num_tokens: int, num_sequences: int, max_kv_tokens: int, is_decode: bool
+) -> None:
+    plan = plan_for(H200, heads, num_tokens, num_sequences, max_kv_tokens, is_decode=is_decode)
     assert 1 <= plan.num_splits <= MAX_SPLITS
     assert plan.tile.block_m >= heads.num_heads // heads.kv_heads
     rows = plan.num_splits * num_tokens * heads.num_heads
@@ -186,27 +190,31 @@ def test_plans_fit_the_workspace(heads: Heads, num_tokens: int, num_sequences: i
 
 def test_plans_by_hand() -> None:
     heads = Heads(32, 8, 128, 2, None)
+    decode, chunks = (partial(plan_for, H200, is_decode=one) for one in (True, False))
     # One long sequence: 8 heads times 64 splits are about four programs for each of 132 multiprocessors.
-    assert plan_for(H200, heads, 1, 1, 131072).num_splits == 64
-    assert plan_for(H200, heads, 1, 1, 200).num_splits == 1
-    assert plan_for(H200, heads, 1, 1, 1024).num_splits == 4
+    assert decode(heads, 1, 1, 131072).num_splits == 64
+    assert decode(heads, 1, 1, 200).num_splits == 1
+    assert decode(heads, 1, 1, 1024).num_splits == 4
     # Many sequences fill the GPU; only very long ones among them are split, and a window makes them short.
-    assert plan_for(H200, heads, 256, 256, 8192).num_splits == 1
-    assert plan_for(H200, heads, 64, 64, 131072).num_splits == 8
-    assert plan_for(H200, replace(heads, sliding_window=4096), 64, 64, 131072).num_splits == 1
+    assert decode(heads, 256, 256, 8192).num_splits == 1
+    assert decode(heads, 64, 64, 131072).num_splits == 8
+    assert decode(replace(heads, sliding_window=4096), 64, 64, 131072).num_splits == 1
     # A long prompt alone, and the end of one.
-    assert plan_for(H200, heads, 2048, 1, 4096).num_splits == 1
-    assert plan_for(H200, heads, 64, 1, 4096).num_splits == 16
+    assert chunks(heads, 2048, 1, 4096).num_splits == 1
+    assert chunks(heads, 64, 1, 4096).num_splits == 16
+    # A chunk behind a long prefix, in a step that has room for 63 other sequences.
+    assert chunks(heads, 64, 64, 8192).num_splits == 8
+    assert decode(heads, 64, 64, 8192).num_splits == 1
     # A chunk of a very long one: eight splits would be worth it, and their results take eight times 64 MiB.
-    assert plan_for(H200, heads, 4096, 1, 131072).num_splits == 1
-    assert plan_for(H200, heads, 1000, 1, 131072).num_splits == 4
-    assert plan_for(H200, heads, 8, 8, 64).tile.block_m == 16
-    assert plan_for(H200, heads, 9, 8, 64).tile.block_m == 128
+    assert chunks(heads, 4096, 1, 131072).num_splits == 1
+    assert chunks(heads, 1000, 1, 131072).num_splits == 4
+    assert decode(heads, 8, 8, 64).tile.block_m == 16
+    assert chunks(heads, 9, 8, 64).tile.block_m == 128
 
 
 def test_heads_that_no_tile_serves_are_refused() -> None:
     with pytest.raises(AssertionError, match="no tile for heads of 320"):
-        plan_for(H200, Heads(8, 8, 320, 2, None), 1, 1, 64)
+        plan_for(H200, Heads(8, 8, 320, 2, None), 1, 1, 64, is_decode=True)
 
 
 @pytest.mark.parametrize("score_cap", [None, 5.0])
