@@ -284,6 +284,12 @@ class Settings(BaseSettings):
     shutdown_limit_seconds: float = Field(
         30.0, ge=0, description="number of seconds for running requests and uploads after SIGTERM"
     )
+    pause_limit_seconds: float = Field(
+        300.0,
+        gt=0,
+        le=86_400,
+        description="number of seconds after which an engine that POST /pause has stopped goes on by itself",
+    )
     metrics_adapters: int = Field(
         64,
         ge=0,

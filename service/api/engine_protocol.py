@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
 
-from service.engine.ipc.messages import EngineStatus, Finished, Ready, Stats, Submit, Tier, Tokens
+from service.engine.ipc.messages import EngineStatus, Finished, PauseMode, Ready, Stats, Submit, Tier, Tokens
 
 
 class Messages(Protocol):
@@ -69,6 +69,16 @@ class EngineProtocol(Protocol):
 
     def pin(self, adapters: Collection[str]) -> None:
         """Have these on the device, asked for or not, and no others for that reason; later engines too."""
+
+    async def pause(self, mode: PauseMode, limit_seconds: float) -> None:
+        """Pause all engines, and wait until they are quiet. EngineDied if one ends before, or is resumed."""
+
+    async def resume(self) -> None:
+        """End the pauses of all engines. EngineDied if one ends before."""
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether all engines are paused, by their last reports."""
 
     def reset_prefix_cache(self) -> None:
         """Forget what prefix caches have, on all engines."""

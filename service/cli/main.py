@@ -264,7 +264,7 @@ def _add_keys(parser: argparse.ArgumentParser) -> None:
     add.add_argument(
         "tenant", help="name of the tenant (lower-case letters, digits, '-'); a new one gets a table without limits"
     )
-    text = "infer, upload, delete, admin, separated by commas (%(default)s)"
+    text = "infer, upload, delete, control, admin, separated by commas (%(default)s)"
     add.add_argument("--scopes", default="infer", help=text)
     add.add_argument("--note", default="", help="a note for the list")
     actions.add_parser("list", help="list the keys by id", description="show the keys")

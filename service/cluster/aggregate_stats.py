@@ -51,9 +51,9 @@ def sum_of(stats: Sequence[Stats]) -> Stats:
         for one in stats:
             counts.update(getattr(one, name))
         sums[name] = dict(counts)
-    return msgspec.structs.replace(stats[0], **sums, **_NO_NEWS)
+    return msgspec.structs.replace(stats[0], **sums, **_NO_NEWS, is_paused=all(one.is_paused for one in stats))
 
 
 _COUNTED = ("num_steps_eager", "num_adapter_requests", "num_tier_evictions", "loaded_bytes")
 _NO_NEWS: dict[str, Any] = {"moved_adapters": {}, "adapter_load_seconds": (), "first_tokens": (), "steps": ()}
-_SUMMED = tuple(name for name in Stats.__struct_fields__ if name not in _COUNTED and name not in _NO_NEWS)
+_SUMMED = tuple(name for name in Stats.__struct_fields__ if name not in (*_COUNTED, *_NO_NEWS, "is_paused"))

@@ -20,7 +20,7 @@ from service.cluster.dispatch import Dispatch, Routed
 from service.cluster.replica_health import PING_SECONDS, PINGS_UNTIL_HUNG, PINGS_UNTIL_SILENT, ReplicaHealth
 from service.cluster.routing import DEFAULT_RULE, Rule
 from service.engine.ipc.link import EngineLink
-from service.engine.ipc.messages import EngineStatus, Ready, Stats, Submit, Tier
+from service.engine.ipc.messages import EngineStatus, PauseMode, Ready, Stats, Submit, Tier
 
 log = logging.getLogger(__name__)
 
@@ -149,6 +149,20 @@ class Engines:
         """Forget what the prefix caches of all engines have."""
         for one in self.clients:
             one.reset_prefix_cache()
+
+    async def pause(self, mode: PauseMode, limit_seconds: float) -> None:
+        """Pause all ready engines, and wait until they are quiet. EngineDied if one ends before, or is resumed."""
+        await asyncio.gather(*(one.pause(mode, limit_seconds) for one in self.clients if one.state == "ready"))
+
+    async def resume(self) -> None:
+        """End the pauses of all ready engines. EngineDied if one ends before."""
+        await asyncio.gather(*(one.resume() for one in self.clients if one.state == "ready"))
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether all ready engines are paused."""
+        ready = [one for one in self.clients if one.state == "ready"]
+        return bool(ready) and all(one.is_paused for one in ready)
 
     # ---- inner parts
 

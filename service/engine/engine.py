@@ -49,6 +49,7 @@ from service.engine.ipc.messages import Abort, Evict, Load, OpInUse, Pin, Ready,
 from service.engine.loras.interfaces import HostSource, Loader, Rows
 from service.engine.loras.prefetch import AdapterLoads
 from service.engine.model.runner import Capacity, Runner
+from service.engine.pauses import Pauses
 from service.engine.requests import Event, Requests
 from service.engine.scheduling.kv_blocks import BlockPool
 from service.engine.scheduling.prefix_cache import CacheCounts, PrefixCache
@@ -134,6 +135,7 @@ class Engine:
         self.requests = Requests(
             capacity, self.kv_capacity_tokens, self.adapter_loads.rows, self.scheduler, self.constrained
         )
+        self.pauses = Pauses(self.scheduler, self.requests)
         self.records = StepRecords()
         self.is_idle = True  # the last call of `step` has neither launched nor collected anything
         self.rows = rows
@@ -211,7 +213,7 @@ class Engine:
 
     def fail_all(self, error: str) -> None:
         """End every request with an error, as at the end of a drain."""
-        self.requests.fail_all(error)
+        self.requests.end_all("error", error)
 
     def take_events(self) -> list[Event]:
         """The events since the last call; `step` returns them too."""
@@ -228,6 +230,7 @@ class Engine:
         if not self._overlaps:
             has_collected = self._collect_in_flight()
         self.is_idle = launched is None and not has_collected
+        self.pauses.settle(has_step_in_flight=self.has_step_in_flight)
         return self.take_events()
 
     @property
@@ -252,6 +255,7 @@ class Engine:
         usage = self.rows.usage() if self.rows is not None else _NO_ROWS
         has_states = self.capacity.has_conv
         return Stats(
+            is_paused=self.scheduler.paused is not None,
             num_waiting=self.scheduler.num_waiting + len(self.constrained.waiting),
             num_running=len(self.scheduler.running),
             kv_blocks_used=self.blocks.num_used,
@@ -328,6 +332,7 @@ class Engine:
 
     def _admit(self) -> None:
         """Take over compiled grammars and finished adapter loads; answer the users of those that failed."""
+        self.pauses.expire()
         self.requests.schedule_compiled()
         self.adapter_loads.settle_loads(is_idle=not self.scheduler.running)
         self.requests.fail_waiting(self.adapter_loads.take_failures())

@@ -27,7 +27,19 @@ from kernels.child_process import die_with_parent
 from kernels.probe.probe_process import ProbeProcess
 from service import logs
 from service.engine.ipc.config import EngineOptions
-from service.engine.ipc.messages import Drain, Fatal, Finished, FromEngine, Ping, Sampling, Stats, Submit, ToEngine
+from service.engine.ipc.messages import (
+    Drain,
+    Fatal,
+    Finished,
+    FromEngine,
+    Pause,
+    Ping,
+    Resume,
+    Sampling,
+    Stats,
+    Submit,
+    ToEngine,
+)
 from service.engine.ipc.wire import EngineSide
 from service.engine.startup.cpu_threads import DecodeStep, choose_num_threads
 from service.machine import may_find_accelerator, num_usable_cpus
@@ -113,8 +125,15 @@ class EngineProcess:
     def _take(self, message: ToEngine) -> None:
         if isinstance(message, Drain):
             self._drain_deadline = time.monotonic() + message.limit_seconds
-        elif isinstance(message, Submit) and self._drain_deadline is not None:
+            self._engine.pauses.end()
+        elif isinstance(message, (Submit, Pause, Resume)) and self._drain_deadline is not None:
             self._refused.append(Finished(message.request_id, "error", error=SHUTTING_DOWN))
+        elif isinstance(message, Pause):
+            self._engine.pauses.begin(message)
+            self._stats_sent_at = 0.0  # the next Stats goes out with the answer or before it
+        elif isinstance(message, Resume):
+            self._engine.pauses.end(message.request_id)
+            self._stats_sent_at = 0.0
         elif not isinstance(message, Ping):  # which wants Stats, like every message
             self._engine.handle(message)
 
@@ -123,7 +142,7 @@ class EngineProcess:
 
     def _seconds_to_deadline(self) -> float | None:
         if self._drain_deadline is None:
-            return None
+            return self._engine.pauses.seconds_left
         return 0.0 if self._engine.num_requests == 0 else max(self._drain_deadline - time.monotonic(), 0.0)
 
     def _is_drained(self) -> bool:

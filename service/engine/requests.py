@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from typing import Literal
 
 from service.engine import request_checks
 from service.engine.grammar.grammar_sequences import GrammarSequences, without_grammar
@@ -95,10 +96,10 @@ class Requests:
         if sequence is not None:
             self._forget(sequence)
 
-    def fail_all(self, error: str) -> None:
-        """End every request with an error, as at the end of a drain."""
+    def end_all(self, reason: Literal["abort", "error"], error: str | None = None) -> None:
+        """End every request for this reason."""
         for sequence in list(self._sequences.values()):
-            self.finish(sequence, Finished(sequence.request_id, "error", error=error))
+            self.finish(sequence, Finished(sequence.request_id, reason, error=error))
 
     def fail_waiting(self, failures: Mapping[str, Failure]) -> None:
         """End those that wait for an adapter which could not be loaded, by its digest."""

@@ -31,9 +31,11 @@ from service.engine.ipc.messages import (
     Fatal,
     FromEngine,
     Load,
+    Pause,
     Pin,
     Ping,
     ResetPrefixCache,
+    Resume,
     Stats,
     Submit,
     ToEngine,
@@ -149,8 +151,9 @@ class Relay:
 
     def _take(self, connection: _Connection, message: ToEngine) -> None:
         match message:
-            case Submit():
-                connection.left[message.request_id] = RemainingWork.of(message)
+            case Submit() | Pause() | Resume():  # a pause is one for all the engine's servers
+                if isinstance(message, Submit):
+                    connection.left[message.request_id] = RemainingWork.of(message)
                 stream = self._client.submit(message)
                 stream.listen(partial(self._forward, connection, message.request_id, stream))
             case Abort():

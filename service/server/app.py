@@ -30,7 +30,18 @@ from service.api.entry.middleware import BodyRule, EntryMiddleware
 from service.api.http.json_body import ALWAYS_BYTES, BodyBudget
 from service.api.metrics.metrics import Metrics
 from service.api.route_table import build_routes
-from service.api.routes import batch, chat, completions, embeddings, health, messages, models, responses, tokenize
+from service.api.routes import (
+    batch,
+    chat,
+    completions,
+    control,
+    embeddings,
+    health,
+    messages,
+    models,
+    responses,
+    tokenize,
+)
 from service.api.routes.openapi_route import serve_openapi
 from service.api.state import Services
 from service.cluster.engines import Engines
@@ -67,6 +78,7 @@ ROUTERS = (
     adapters.router,
     vllm_lora.router,
     health.router,
+    control.router,
 )
 
 # Largest body of paths that accept little but a name.

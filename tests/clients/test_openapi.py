@@ -21,7 +21,7 @@ def test_schemathesis_finds_nothing(tmp_path: Path) -> None:
     """With keys, of which an operation may ask for one, and with all that settings turn on."""
     program = environment("schemathesis") / "bin" / "schemathesis"
     keys = {"api_keys": "user", "admin_api_keys": "admin"}
-    with running_server(None, tmp_path, lora_path_root=ADAPTERS, **keys) as server:
+    with running_server(None, tmp_path, lora_path_root=ADAPTERS, pause_limit_seconds=0.1, **keys) as server:
         flags = ["--config-file", str(PINS / "schemathesis.toml"), "run", f"{server.url}/openapi.json"]
         server.get("/openapi.json")  # made at its first request, which schemathesis does not wait for on a busy machine
         header = ["--header", "Authorization: Bearer admin"]

@@ -66,12 +66,18 @@ ROUTES = (
     Route("/v1/adapters/", "upload"),
     Route("/v1/load_lora_adapter", "admin"),
     Route("/v1/unload_lora_adapter", "admin"),
-    Route("/reset_prefix_cache", "admin"),
+    Route("/reset_prefix_cache", "control"),
+    Route("/pause", "control"),
+    Route("/resume", "control"),
+    Route("/is_paused", "control"),
+    Route("/pause_generation", "control"),
+    Route("/continue_generation", "control"),
 )
 _WHAT: dict[Scope, str] = {
     "infer": "run models",
     "upload": "upload adapters",
     "delete": "delete adapters",
+    "control": "pause and reset the engine",
     "admin": "do this",
 }
 

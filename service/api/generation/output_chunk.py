@@ -22,6 +22,11 @@ class OutputChunk(msgspec.Struct):
     logprobs: list[ScoredToken] = []
     text_offsets: list[int] = []
     prompt_logprobs: Sequence[ScoredToken | None] | None = None
-    finish_reason: Literal["stop", "length"] | None = None
+    finish_reason: Literal["stop", "length", "abort"] | None = None
     stop_reason: str | int | None = None
     pooled: bytes | None = None
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the answer ended before the model had ended it."""
+        return self.finish_reason in ("length", "abort")

@@ -95,7 +95,7 @@ class ChatAnswer(Answer[ChatRequest]):
 
     def _whole_choice(self, index: int, piece: OutputChunk) -> dict[str, Any]:
         speaker = self._speakers[index]
-        message = speaker.message(piece.text, self._echoed, is_cut=piece.finish_reason == "length")
+        message = speaker.message(piece.text, self._echoed, is_cut=piece.is_cut)
         speaker.count(piece.text_offsets)
         return {"token_ids": None, **self._choice(index, piece, message=message)}
 
@@ -106,7 +106,7 @@ class ChatAnswer(Answer[ChatRequest]):
         """The chunk's choices for new output. Only the last may have a finish_reason and the fields counted in
         tokens."""
         reason = piece.finish_reason
-        deltas = self._speakers[index].deltas(piece.text, is_last=reason is not None, is_cut=reason == "length")
+        deltas = self._speakers[index].deltas(piece.text, is_last=reason is not None, is_cut=piece.is_cut)
         self._speakers[index].count(piece.text_offsets)
         for delta in deltas[:-1]:
             yield self._choice(index, OutputChunk(), delta=delta)

@@ -152,7 +152,7 @@ class MessageAnswer:
     def _deltas(self, piece: OutputChunk) -> list[dict[str, Any]]:
         """The chat's deltas of a piece."""
         reason = piece.finish_reason
-        deltas = self._formatter.deltas(piece.text, is_last=reason is not None, is_cut=reason == "length")
+        deltas = self._formatter.deltas(piece.text, is_last=reason is not None, is_cut=piece.is_cut)
         self._formatter.count(piece.text_offsets)
         self._has_calls |= any("tool_calls" in delta for delta in deltas)
         if reason is not None:
@@ -215,7 +215,7 @@ class MessageAnswer:
 
 
 def _end(piece: OutputChunk, *, has_calls: bool) -> dict[str, Any]:
-    if piece.finish_reason == "length":
+    if piece.is_cut:
         return {"stop_reason": "max_tokens", "stop_sequence": None}
     if isinstance(piece.stop_reason, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": piece.stop_reason}

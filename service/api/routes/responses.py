@@ -31,6 +31,8 @@ router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 EventFields = dict[str, Any]
 # Item type to the type of its only part, for items that are text.
 _PART_TYPES = {"message": "output_text", "reasoning": "reasoning_text"}
+# Why an answer is incomplete, by the chat's reason.
+_CUTS = {"length": "max_output_tokens", "abort": "abort"}
 
 
 @router.post(
@@ -61,7 +63,7 @@ class ResponseAnswer:
         self._output = ResponseOutput()
         self._id, self._created = f"resp_{uuid4().hex}", int(time.time())
         self._num_events = 0
-        self._status, self._usage = "completed", None
+        self._finish_reason, self._usage = "stop", None
         self.job = self._chat.job
 
     async def whole(self) -> dict[str, Any]:
@@ -70,9 +72,10 @@ class ResponseAnswer:
         choice = chat["choices"][0]
         for _ in self._output.add(choice["message"], _logprobs(choice)):
             pass
-        for _ in self._output.finish(_status(choice["finish_reason"])):
+        self._finish_reason = choice["finish_reason"]
+        for _ in self._output.finish(self._status):
             pass
-        return self._response(_status(choice["finish_reason"]), chat["usage"])
+        return self._response(self._status, chat["usage"])
 
     def first(self) -> Iterator[dict[str, Any]]:
         """The events `response.created` and `response.in_progress`, with the request's fields."""
@@ -100,7 +103,11 @@ class ResponseAnswer:
                 for event in self._output.add(choice["delta"], _logprobs(choice)):
                     yield self._numbered(event)
                 if choice["finish_reason"] is not None:
-                    self._status = _status(choice["finish_reason"])
+                    self._finish_reason = choice["finish_reason"]
+
+    @property
+    def _status(self) -> str:
+        return "incomplete" if self._finish_reason in _CUTS else "completed"
 
     def failure_event(self, error: Exception) -> dict[str, Any]:
         """An error that ends the stream: as this API writes it, and under `error` as all others do, where its clients
@@ -125,7 +132,7 @@ class ResponseAnswer:
             "status": status,
             "background": False,
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "incomplete_details": {"reason": _CUTS[self._finish_reason]} if status == "incomplete" else None,
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
             "metadata": request.metadata or {},
@@ -260,10 +267,6 @@ class ResponseOutput:
 def _copy(item: dict[str, Any]) -> dict[str, Any]:
     """As it is now: what it holds may grow before the event is written."""
     return {name: list(value) if isinstance(value, list) else value for name, value in item.items()}
-
-
-def _status(finish_reason: str) -> str:
-    return "incomplete" if finish_reason == "length" else "completed"
 
 
 def _logprobs(choice: dict[str, Any]) -> list[Any]:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from service.api.schema.answers import ErrorResponse, Response, Usage
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "abort"]
 
 
 class CompletionLogprobs(Response):
@@ -102,7 +102,7 @@ class AssistantMessage(Response):
     tool_calls: list[ToolCall] | None = None
 
 
-ChatFinishReason = Literal["stop", "length", "tool_calls"]
+ChatFinishReason = Literal["stop", "length", "tool_calls", "abort"]
 
 
 class ChatChoice(Response):

@@ -59,7 +59,7 @@ class ResponseUsage(Response):
 class IncompleteDetails(Response):
     """Why an answer is not whole."""
 
-    reason: Literal["max_output_tokens"]
+    reason: Literal["max_output_tokens", "abort"]
 
 
 class ResponseObject(Response):

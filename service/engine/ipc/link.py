@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Collection
 from typing import Literal
+from uuid import uuid4
 
 from service.engine.ipc.messages import (
     Abort,
@@ -20,10 +21,13 @@ from service.engine.ipc.messages import (
     Finished,
     FromEngine,
     Load,
+    Pause,
+    PauseMode,
     Pin,
     Ping,
     Ready,
     ResetPrefixCache,
+    Resume,
     Stats,
     Submit,
     Tier,
@@ -92,7 +96,7 @@ class EngineLink(abc.ABC):
 
     # ---- requests; none of these waits
 
-    def submit(self, request: Submit) -> TokenStream:
+    def submit(self, request: Submit | Pause | Resume) -> TokenStream:
         """Send a request to the engine, now. If the engine is not there, the stream raises NeverSent."""
         assert request.request_id not in self._streams, "request ids are unique"
         stream = TokenStream(request.request_id, self.abort)
@@ -130,6 +134,24 @@ class EngineLink(abc.ABC):
         """Forget what the prefix cache has. A later engine has nothing."""
         if self.state == "ready":
             self._send(ResetPrefixCache())
+
+    async def pause(self, mode: PauseMode, limit_seconds: float) -> None:
+        """Pause the engine, and wait until it is quiet. EngineDied if it ends before, or is resumed."""
+        await self._answered(Pause(uuid4().hex, mode, limit_seconds))
+
+    async def resume(self) -> None:
+        """End the engine's pause. EngineDied if the engine ends before; a later engine is not paused."""
+        await self._answered(Resume(uuid4().hex))
+
+    async def _answered(self, request: Pause | Resume) -> None:
+        async for message in self.submit(request):
+            if isinstance(message, Finished) and message.error is not None:
+                raise EngineDied(message.error)
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether the running engine is paused, by its last report."""
+        return self.stats is not None and self.stats.is_paused
 
     def ping(self) -> None:
         """Make the engine send Stats when its step is over."""

@@ -1,7 +1,7 @@
 """Messages between the API process and the engine process: small, typed, msgpack by msgspec.
 
-API to engine: Submit, Abort, Load, Evict, Pin, ResetPrefixCache, Ping, Drain. Engine to API: Ready, Tokens, Finished,
-Stats, Fatal; a relay between them adds Cordon.
+API to engine: Submit, Abort, Load, Evict, Pin, ResetPrefixCache, Pause, Resume, Ping, Drain. Engine to API: Ready,
+Tokens, Finished, Stats, Fatal; a relay between them adds Cordon.
 Text never crosses: the engine knows token ids only. Weights never cross: the engine reads adapters from the store.
 """
 
@@ -111,6 +111,27 @@ class ResetPrefixCache(msgspec.Struct, frozen=True, tag=True):
     """Forget what the prefix cache has; requests that run are not disturbed."""
 
 
+# What a pause does to running requests: they keep all they hold; they end, and later ones wait; they end at once with
+# the reason "abort"; they give back their KV blocks and are computed again.
+PauseMode = Literal["keep", "wait", "abort", "retract"]
+
+
+class Pause(msgspec.Struct, frozen=True, tag=True):
+    """Launch no step until Resume. Finished answers once no step runs, and with "wait" no request from before: reason
+    "stop", or "error" if the engine was resumed before. From then on the pause lasts `limit_seconds` at most, and each
+    further one renews it."""
+
+    request_id: str
+    mode: PauseMode
+    limit_seconds: float
+
+
+class Resume(msgspec.Struct, frozen=True, tag=True):
+    """End the pause, if there is one. Finished answers."""
+
+    request_id: str
+
+
 class Ping(msgspec.Struct, frozen=True, tag=True):
     """Asks whether the engine is alive. The answer is Stats, after the step that runs."""
 
@@ -121,7 +142,7 @@ class Drain(msgspec.Struct, frozen=True, tag=True):
     limit_seconds: float
 
 
-ToEngine = Submit | Abort | Load | Evict | Pin | ResetPrefixCache | Ping | Drain
+ToEngine = Submit | Abort | Load | Evict | Pin | ResetPrefixCache | Pause | Resume | Ping | Drain
 
 
 # ---- engine -> API
@@ -174,11 +195,11 @@ class Tokens(msgspec.Struct, frozen=True, tag=True):
 class Finished(msgspec.Struct, frozen=True, tag=True):
     """The last message of a request. reason "stop": end-of-sequence or stop token (`stop_token_id` says which; the
     token itself is part of Tokens), or what the grammar wants is complete (`stop_token_id` is None); "length":
-    max_tokens reached; "error": `error` is one sentence, `client_fault` whether the request itself was wrong. `pooled`,
-    where asked for: float32 [hidden_size], little-endian."""
+    max_tokens reached; "abort": an operator has ended it; "error": `error` is one sentence, `client_fault` whether the
+    request itself was wrong. `pooled`, where asked for: float32 [hidden_size], little-endian."""
 
     request_id: str
-    reason: Literal["stop", "length", "error"]
+    reason: Literal["stop", "length", "abort", "error"]
     stop_token_id: int | None = None
     error: str | None = None
     client_fault: bool = False
@@ -210,6 +231,7 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     num_adapter_loads: int
     num_adapter_evictions: int
     num_lora_op_calls: int
+    is_paused: bool = False
     # Tokens of prompts that were looked up in the prefix cache, those that it had, and those that it had when preempted
     # requests went on; its idle blocks, which count as free, and blocks that it has lost to others.
     prefix_cache_queried_tokens: int = 0

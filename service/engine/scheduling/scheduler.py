@@ -29,6 +29,7 @@ from __future__ import annotations
 import time
 from bisect import insort
 from itertools import accumulate, pairwise
+from typing import Literal
 
 from service.engine.loras.prefetch import AdapterLoads
 from service.engine.scheduling.fair_queue import FairQueue
@@ -78,6 +79,8 @@ class Scheduler:
         self.adapter_loads = adapter_loads
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self.paused: Literal["keep", "wait"] | None = None
+        self._held: dict[int, Sequence] = {}  # by key; came while those before a pause end, and are in no queue
         self.grammar_budget = GrammarBudget()
         self._queue = FairQueue(token_budget)
         self._row_reservations = RowReservations(self._queue, adapter_loads, max_steps=max_steps_waiting_for_rows)
@@ -90,20 +93,41 @@ class Scheduler:
     @property
     def waiting(self) -> list[Sequence]:
         """Waiting sequences in the order of arrival."""
-        return self._queue.waiting()
+        return [*self._queue.waiting(), *self._held.values()]
 
     @property
     def num_waiting(self) -> int:
-        return self._queue.num_waiting
+        return self._queue.num_waiting + len(self._held)
+
+    @property
+    def num_held(self) -> int:
+        """Those that wait for the end of a pause of mode "wait"."""
+        return len(self._held)
+
+    def pause(self, mode: Literal["keep", "wait"]) -> None:
+        """Let nothing run until `resume`, or with "wait" nothing that comes from now on."""
+        self.paused = mode
+
+    def resume(self) -> None:
+        """Let all run."""
+        self.paused = None
+        held, self._held = self._held, {}
+        for sequence in held.values():
+            self.add(sequence)
 
     def add(self, sequence: Sequence) -> None:
         """Add a new request, which waits."""
+        if self.paused == "wait":
+            self._held[sequence.key] = sequence
+            return
         self._queue.add(sequence)
         if sequence.adapter is not None:
             sequence.came_from = self.adapter_loads.enter(sequence.adapter, sequence.request.adapter_rows)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a request that is over, for whatever reason; everything it holds is free when this returns."""
+        if self._held.pop(sequence.key, None) is not None:
+            return
         if has_run := sequence.is_running:
             self._stop(sequence)
         self._queue.remove(sequence, has_run=has_run)
@@ -120,6 +144,9 @@ class Scheduler:
     def schedule(self) -> list[ScheduledChunk]:
         """The next step, which is launched before anything else is asked; blocks for its tokens are taken. Empty if
         nothing can run now."""
+        if self.paused == "keep":
+            self.adapter_loads.follow_hints()
+            return []
         self.cache.begin_step()
         if self._queue.num_waiting:
             self._admit()

@@ -90,6 +90,11 @@ STATUSES: dict[str, tuple[str, str]] = {
     "post /v1/load_lora_adapter": ("200 400 403 404 409 413 429 500 503 507", "401"),
     "post /v1/unload_lora_adapter": ("200 400 403 404 413 429 500 503 507", "401"),
     "post /reset_prefix_cache": ("200 400 413 503", "401 403"),
+    "post /pause": ("200 400 413 503", "401 403"),
+    "post /resume": ("200 400 413 503", "401 403"),
+    "get /is_paused": ("200 400", "401 403"),
+    "post /pause_generation": ("200 400 413 503", "401 403"),
+    "post /continue_generation": ("200 400 413 503", "401 403"),
     "get /health": ("200 503", ""),
     "get /ping": ("200 503", ""),
     "post /ping": ("200 413 503", ""),
@@ -98,6 +103,9 @@ STATUSES: dict[str, tuple[str, str]] = {
     "get /load": ("200", "401"),
     "get /metrics": ("200 400 429", "401"),
 }
+
+
+WITHOUT_BODY = {"post /ping", "post /reset_prefix_cache", "post /pause", "post /resume", "post /continue_generation"}
 
 
 class TestOpenapi:
@@ -120,7 +128,7 @@ class TestOpenapi:
         for name, operation in told.items():
             assert operation["summary"]
             assert operation["description"]
-            if name.startswith("post") and name not in ("post /ping", "post /reset_prefix_cache"):
+            if name.startswith("post") and name not in WITHOUT_BODY:
                 assert operation["requestBody"]["required"]
 
     def test_whatever_answers_a_get_answers_a_head_with_the_same_headers(
@@ -273,7 +281,14 @@ class TestOpenapi:
             "post /v1/unload_lora_adapter",
             "put /v1/adapters/{name}/pin",
             "delete /v1/adapters/{name}/pin",
+        }
+        assert needs["control"] == {
             "post /reset_prefix_cache",
+            "post /pause",
+            "post /resume",
+            "get /is_paused",
+            "post /pause_generation",
+            "post /continue_generation",
         }
         assert all(name.startswith("get ") for name in needs["any"])
 

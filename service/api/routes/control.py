@@ -1,0 +1,88 @@
+"""Pauses of the engine by vLLM's and SGLang's names, for trainers that change weights between rollouts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request
+
+from service.api.access.auth import caller_of
+from service.api.errors import NotReady
+from service.api.http.json_body import JsonRoute
+from service.api.openapi import errors
+from service.api.schema.control import (
+    GenerationStateResponse,
+    IsPausedResponse,
+    PauseGenerationRequest,
+    PauseQuery,
+    PauseResponse,
+)
+from service.api.schema.query import each_once, no_query
+from service.api.state import Services, services_of
+from service.engine.ipc.messages import PauseMode
+from service.engine.ipc.token_streams import EngineDied
+from service.logs import audit
+
+router = APIRouter(tags=["control"], route_class=JsonRoute)
+_ERRORS = errors((400, 401, 403, 413, 503))
+
+
+@router.post("/pause", dependencies=[each_once], responses=_ERRORS, summary="Stop the engine between two steps")
+async def pause(request: Request, query: Annotated[PauseQuery, Query()]) -> PauseResponse:
+    """vLLM's: answers once no step runs, and with `wait` no request from before. Requests that come meanwhile wait;
+    everything that needs no step is served. The pause ends by /resume, or after --pause-limit-seconds."""
+    await _pause(request, "wait" if query.wait_for_inflight_requests else query.mode)
+    if query.clear_cache:
+        services_of(request).engine.reset_prefix_cache()
+    return PauseResponse(status="paused")
+
+
+@router.post("/resume", dependencies=[no_query], responses=_ERRORS, summary="Let the engine go on")
+async def resume(request: Request) -> PauseResponse:
+    """vLLM's: all requests go on. Without a pause nothing changes."""
+    await _resume(request)
+    return PauseResponse(status="resumed")
+
+
+@router.get("/is_paused", dependencies=[no_query], responses=errors((400, 401, 403)), summary="Is the engine paused?")
+async def is_paused(request: Request) -> IsPausedResponse:
+    """vLLM's: true while all engines are paused. An engine that was started again is not."""
+    return IsPausedResponse(is_paused=services_of(request).engine.is_paused)
+
+
+@router.post("/pause_generation", responses=_ERRORS, summary="The same as /pause")
+async def pause_generation(request: Request, body: PauseGenerationRequest) -> GenerationStateResponse:
+    """SGLang's /pause."""
+    await _pause(request, "keep" if body.mode == "in_place" else body.mode)
+    return GenerationStateResponse(message="Generation paused successfully.", status="ok")
+
+
+@router.post("/continue_generation", dependencies=[no_query], responses=_ERRORS, summary="The same as /resume")
+async def continue_generation(request: Request) -> GenerationStateResponse:
+    """SGLang's /resume."""
+    await _resume(request)
+    return GenerationStateResponse(message="Generation continued successfully.", status="ok")
+
+
+async def _pause(request: Request, mode: PauseMode) -> None:
+    with _controlling(request, f"pause {mode}") as services:
+        await services.engine.pause(mode, services.settings.pause_limit_seconds)
+
+
+async def _resume(request: Request) -> None:
+    with _controlling(request, "resume") as services:
+        await services.engine.resume()
+
+
+@contextmanager
+def _controlling(request: Request, event: str) -> Iterator[Services]:
+    """Write the audit line of an order to the engine. NotReady if the engine cannot follow it."""
+    services, caller = services_of(request), caller_of(request)
+    services.require_ready()
+    audit(event, tenant=caller.tenant.name, key=caller.key_id or None)
+    try:
+        yield services
+    except EngineDied as death:
+        raise NotReady(f"{death} Send the request again.") from death

@@ -1,0 +1,260 @@
+"""Pauses over HTTP: what stands still, what is served meanwhile, who may pause, and how a pause ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from service.tenants.edit import add_key
+from service.tenants.keys_file import Scope
+from tests.api.conftest import ENDLESS, Checkpoints
+from tests.support.http.server import Server, running_server, wait_for
+from tests.support.http.uploads import parts_of
+
+LONG = {**ENDLESS, "max_tokens": 400}
+SHORT = {**ENDLESS, "max_tokens": 3}
+
+
+@dataclass(frozen=True)
+class Controlled:
+    """A server with a keys file, and the key of one who may do everything."""
+
+    server: Server
+    path: Path
+    admin: dict[str, str]
+
+    def key(self, *scopes: Scope) -> dict[str, str]:
+        return {"Authorization": f"Bearer {add_key(self.path, 'default', scopes)[0]}"}
+
+    def call(self, method: str, path: str, key: dict[str, str] | None = None, **more: Any) -> httpx.Response:
+        return self.server.http.request(method, self.server.url + path, headers=key or self.admin, **more)
+
+    def post(self, path: str, body: Any = None) -> Any:
+        answer = self.call("POST", path, json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def pause(self, mode: str) -> None:
+        assert self.post(f"/pause?mode={mode}") == {"status": "paused"}
+
+    def resume(self) -> None:
+        assert self.post("/resume") == {"status": "resumed"}
+
+    @property
+    def is_paused(self) -> bool:
+        return self.call("GET", "/is_paused").json()["is_paused"]
+
+    def metric(self, name: str) -> float:
+        lines = self.call("GET", "/metrics").text.splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
+
+    @contextmanager
+    def running(self, body: dict[str, Any]) -> Iterator[Iterator[dict[str, Any]]]:
+        """The choices of a stream that has had two tokens."""
+        url = f"{self.server.url}/v1/completions"
+        with self.server.http.stream("POST", url, headers=self.admin, json={**body, "stream": True}) as answer:
+            lines = (line for line in answer.iter_lines() if line.startswith("data: {"))
+            choices = (json.loads(line.removeprefix("data: "))["choices"][0] for line in lines)
+            before = [next(choices), next(choices)]
+            yield (choice for part in (before, choices) for choice in part)
+
+
+@contextmanager
+def controlled_server(checkpoints: Checkpoints, directory: Path, **settings: Any) -> Iterator[Controlled]:
+    path = directory / "keys.toml"
+    admin = {"Authorization": f"Bearer {add_key(path, 'default', ('admin',))[0]}"}
+    settings |= {"keys_file": path, "preload_adapters_dir": checkpoints.adapters, "model_name": "tiny"}
+    with running_server(checkpoints.endless_base, directory / "server", **settings) as server:
+        yield Controlled(server, path, admin)
+
+
+@pytest.fixture(scope="module")
+def controlled(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Controlled]:
+    with controlled_server(checkpoints, tmp_path_factory.mktemp("control")) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def _resumed(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    if "controlled" in request.fixturenames:
+        request.getfixturevalue("controlled").resume()
+
+
+@pytest.fixture
+def clients() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as made:
+        yield made
+
+
+def text_of(choices: Iterator[dict[str, Any]]) -> tuple[str, str]:
+    """The text of a stream, and its finish_reason."""
+    parts = list(choices)
+    return "".join(part["text"] for part in parts), parts[-1]["finish_reason"]
+
+
+def whole(controlled: Controlled, body: dict[str, Any] = LONG) -> tuple[str, str]:
+    choice = controlled.post("/v1/completions", body)["choices"][0]
+    return choice["text"], choice["finish_reason"]
+
+
+def queued(controlled: Controlled, clients: ThreadPoolExecutor) -> Future[tuple[str, str]]:
+    """A request that has come to the paused engine."""
+    before = controlled.metric("multilora_num_requests_waiting")
+    asked = clients.submit(whole, controlled, SHORT)
+    wait_for(lambda: controlled.metric("multilora_num_requests_waiting") == before + 1, "the request in the queue")
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("pause", "resume"),
+    [
+        (("/pause?mode=keep", None), "/resume"),
+        (("/pause_generation", {"mode": "in_place"}), "/continue_generation"),
+        (("/pause_generation", {"mode": "retract"}), "/continue_generation"),
+    ],
+    ids=["keep", "in_place", "retract"],
+)
+def test_a_kept_request_stands_still_and_goes_on_where_it_was(
+    controlled: Controlled,
+    clients: ThreadPoolExecutor,
+    checkpoints: Checkpoints,
+    pause: tuple[str, Any],
+    resume: str,
+) -> None:
+    unpaused = whole(controlled)
+    with controlled.running(LONG) as choices:
+        controlled.post(*pause)
+        assert controlled.is_paused
+        num_steps = controlled.metric("multilora_engine_steps_total")
+        asked = queued(controlled, clients)
+        for path in ("/health", "/ready", "/v1/models", "/v1/adapters"):
+            assert controlled.call("GET", path).status_code == 200
+        upload = controlled.call("PUT", "/v1/adapters/fresh", files=parts_of(checkpoints.spare))
+        assert upload.status_code in (200, 201)
+        assert controlled.metric("multilora_engine_steps_total") == num_steps
+        assert not asked.done()
+        held = controlled.metric("multilora_num_requests_running")
+        assert held == (0 if pause[1] == {"mode": "retract"} else 1)
+        controlled.post(resume)
+        assert not controlled.is_paused
+        assert text_of(choices) == unpaused
+        assert asked.result()[1] == "length"
+
+
+def test_wait_lets_running_requests_end_and_later_ones_wait(
+    controlled: Controlled, clients: ThreadPoolExecutor
+) -> None:
+    unpaused = whole(controlled)
+    with controlled.running(LONG) as choices:
+        controlled.pause("wait")
+        num_steps = controlled.metric("multilora_engine_steps_total")
+        assert text_of(choices) == unpaused
+        asked = queued(controlled, clients)
+        assert controlled.metric("multilora_engine_steps_total") == num_steps
+        controlled.resume()
+        assert asked.result()[1] == "length"
+
+
+def test_a_wait_that_others_end_says_so(controlled: Controlled, clients: ThreadPoolExecutor) -> None:
+    with controlled.running(ENDLESS):
+        pausing = clients.submit(controlled.call, "POST", "/pause?wait_for_inflight_requests=true")
+        wait_for(lambda: controlled.is_paused, "the pause")
+        controlled.resume()
+        answer = pausing.result()
+        assert (answer.status_code, "resumed before" in answer.text) == (503, True)
+
+
+def test_abort_ends_running_requests_with_their_text_so_far(
+    controlled: Controlled, clients: ThreadPoolExecutor
+) -> None:
+    chat = {"model": "alpha", "max_tokens": 15_000, "ignore_eos": True}
+    message = [{"role": "user", "content": "the"}]
+    others = [
+        clients.submit(controlled.post, "/v1/chat/completions", {**chat, "messages": message}),
+        clients.submit(
+            controlled.post,
+            "/v1/responses",
+            {"model": "alpha", "input": "the", "max_output_tokens": 15_000, "logit_bias": {"2": -100}},
+        ),
+    ]
+    with controlled.running(ENDLESS) as choices:
+        wait_for(lambda: controlled.metric("multilora_num_requests_running") == 3, "three running requests")
+        controlled.pause("abort")
+        text, reason = text_of(choices)
+        assert text
+        assert reason == "abort"
+    assert others[0].result()["choices"][0]["finish_reason"] == "abort"
+    response = others[1].result()
+    assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "abort"})
+    asked = queued(controlled, clients)
+    embedding = clients.submit(controlled.call, "POST", "/v1/embeddings", json={"input": "the"})
+    wait_for(lambda: controlled.metric("multilora_num_requests_waiting") == 2, "both requests")
+    controlled.post("/pause_generation", {})  # SGLang's default
+    assert asked.result() == ("", "abort")
+    assert embedding.result().status_code == 503
+    assert controlled.metric("multilora_num_requests_running") == 0
+
+
+def test_pausing_twice_and_resuming_the_unpaused_change_nothing(controlled: Controlled) -> None:
+    for mode in ("keep", "keep", "wait", "abort"):
+        controlled.pause(mode)
+        assert controlled.is_paused
+    for _ in range(2):
+        controlled.resume()
+        assert not controlled.is_paused
+    assert controlled.post("/continue_generation")["status"] == "ok"
+    assert whole(controlled, SHORT)[1] == "length"
+
+
+@pytest.mark.parametrize("path", ["/pause?mode=now", "/pause?mod=keep", "/pause?mode=keep&mode=wait", "/resume?a=b"])
+def test_a_wrong_query_is_a_bad_request_and_pauses_nothing(controlled: Controlled, path: str) -> None:
+    assert controlled.call("POST", path).status_code == 400
+    assert controlled.call("POST", "/pause_generation", json={"mode": "now"}).status_code == 400
+    assert not controlled.is_paused
+
+
+def test_control_is_a_scope_of_its_own(controlled: Controlled) -> None:
+    for scopes, status in ((("infer", "upload", "delete"), 403), (("control",), 200), (("admin",), 200)):
+        key = controlled.key(*scopes)
+        for path in ("/pause", "/resume", "/continue_generation", "/reset_prefix_cache"):
+            assert controlled.call("POST", path, key).status_code == status
+        assert controlled.call("GET", "/is_paused", key).status_code == status
+    assert controlled.call("POST", "/v1/completions", controlled.key("control"), json=SHORT).status_code == 403
+    assert controlled.server.http.post(f"{controlled.server.url}/pause").status_code == 401
+
+
+def test_a_pause_of_a_client_that_has_died_ends_by_itself(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    with controlled_server(checkpoints, tmp_path, pause_limit_seconds=0.5) as controlled:
+        unpaused = whole(controlled)
+        with controlled.running(LONG) as choices:
+            controlled.pause("keep")
+            assert text_of(choices) == unpaused
+        assert not controlled.is_paused
+        assert "ends by itself" in controlled.server.log
+
+
+def test_all_replicas_pause_and_a_new_engine_is_not_paused(
+    checkpoints: Checkpoints, tmp_path: Path, clients: ThreadPoolExecutor
+) -> None:
+    with controlled_server(checkpoints, tmp_path, replicas=2) as controlled:
+        controlled.pause("keep")
+        assert controlled.is_paused
+        num_steps = controlled.metric("multilora_engine_steps_total")
+        asked = [queued(controlled, clients) for _ in range(4)]
+        assert controlled.metric("multilora_engine_steps_total") == num_steps
+        controlled.resume()
+        assert [one.result()[1] for one in asked] == ["length"] * 4
+        controlled.pause("keep")
+        os.kill(controlled.server.engine_pids()[0], signal.SIGKILL)
+        wait_for(lambda: not controlled.is_paused, "the new engine")
