@@ -27,6 +27,8 @@ from kernels.child_process import child_environment
 log = logging.getLogger(__name__)
 
 OUT_OF_MEMORY = 3  # the child's exit code
+# Bytes that a child's jobs may take, all together, beside what there is at its start.
+MAX_NEW_BYTES = 512 << 20
 # Added to the child's niceness: where processors are short, the engine and the event loop have three times its part of
 # them. Not more: people wait for its answers too, and its limits count its own time.
 _LESS_PRIORITY, _MOST_NICENESS = 5, 19
@@ -114,33 +116,30 @@ def _say_missing(missing: tuple[str, ...]) -> None:
         log.warning("The processes for strangers' programs are confined, but: %s.", "; ".join(missing))
 
 
-def excess_of(code: int, max_seconds: float, max_new_bytes: int) -> str | None:
+def excess_of(code: int, max_seconds: float) -> str | None:
     """The excess of a job that made the child end with this exit code, as the end of a sentence; None if the child
     ended by itself."""
     if code == -signal.SIGPROF:
         return f"takes longer than {max_seconds:g} s"
     if code == OUT_OF_MEMORY:
-        return f"takes more than {max_new_bytes >> 20} MiB of memory"
+        return f"takes more than {MAX_NEW_BYTES >> 20} MiB of memory"
     return f"got its process killed by signal {-code}" if code < 0 else None
 
 
 # ---- the child's side
 
 
-def serve(
-    answer: Callable[[bytes], dict[str, Any]], *, max_seconds: float, max_new_bytes: int, is_confined: bool = False
-) -> int:
+def serve(answer: Callable[[bytes], dict[str, Any]], *, max_seconds: float, is_confined: bool = False) -> int:
     """Answer jobs until the parent ends, or one has taken too much. Returns the exit code, for `os._exit`: a job may
     have left little memory for the interpreter's clean-up, and there is nothing to save.
 
-    max_seconds    of processor time for one job
-    max_new_bytes  that jobs may take, all together, beside what there is now
-    is_confined    whether jobs need neither files nor threads: then the child gives those up, and the rest of
-                   `adapters.isolation.confinement`
+    max_seconds  of processor time for one job
+    is_confined  whether jobs need neither files nor threads: then the child gives those up, and the rest of
+                 `adapters.isolation.confinement`
     """
     for ignored in (signal.SIGINT, signal.SIGTERM):  # they reach the whole process group; the parent judges them
         signal.signal(ignored, signal.SIG_IGN)
-    _bound_memory(max_new_bytes)
+    _bound_memory()
     sys.stdout.buffer.write(json.dumps(confine() if is_confined else []).encode() + b"\n")
     sys.stdout.buffer.flush()
     for line in sys.stdin.buffer:
@@ -156,14 +155,14 @@ def serve(
     return 0
 
 
-def _bound_memory(max_new_bytes: int) -> None:
-    """Limit the address space to `max_new_bytes` more than now, and disable core dumps."""
+def _bound_memory() -> None:
+    """Limit the address space to MAX_NEW_BYTES more than now, and disable core dumps."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         num_pages = int(Path("/proc/self/statm").read_text().split()[0])
     except OSError:  # not Linux
         return
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    wanted = num_pages * resource.getpagesize() + max_new_bytes
+    wanted = num_pages * resource.getpagesize() + MAX_NEW_BYTES
     bound = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     resource.setrlimit(resource.RLIMIT_AS, (bound, bound))

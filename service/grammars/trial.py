@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from service.grammars.matching import TokenTable
 
 MAX_SECONDS = 1.0
-MAX_NEW_BYTES = 512 << 20
 # Stack of the child, and of the engine's thread that compiles: a grammar that passes one does not overflow the other.
 _STACK_BYTES = 4 << 20
 ENGINE_STACK_BYTES = 4 * _STACK_BYTES
@@ -76,7 +75,7 @@ class GrammarTrial(BoundedChild):
         if isinstance(answer, int):
             if answer in (-signal.SIGSEGV, -signal.SIGBUS):
                 raise ConstraintError("is nested, or refers from one to the next, too deeply to compile; simplify it")
-            excess = excess_of(answer, self._max_seconds, MAX_NEW_BYTES)
+            excess = excess_of(answer, self._max_seconds)
             if excess is not None:
                 raise ConstraintError(f"{excess} to compile; simplify it")
             raise RuntimeError(f"the process that tries grammars ended with exit code {answer}")
@@ -132,7 +131,7 @@ def main() -> int:
     _, hard = resource.getrlimit(resource.RLIMIT_STACK)
     resource.setrlimit(resource.RLIMIT_STACK, (_STACK_BYTES, hard))  # Linux looks at it whenever a stack grows
     answer = functools.partial(_answer, table)
-    return serve(answer, max_seconds=float(max_seconds), max_new_bytes=MAX_NEW_BYTES, is_confined=True)
+    return serve(answer, max_seconds=float(max_seconds), is_confined=True)
 
 
 if __name__ == "__main__":

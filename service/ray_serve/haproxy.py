@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from adapters.files.durable_files import replace_file
+from service.api.http_rules import INFERENCE_PATHS, MAX_REQUEST_ID_CHARS, MIN_BYTES_PER_SECOND
 from service.ray_serve.tcp_keepalive import PROBE_SECONDS, PROBES, QUIET_SECONDS, VANISHED_SECONDS
 
 # Variables for all of Ray's processes, beside the path of this program: seconds between checks of HAProxy, which is
@@ -35,21 +36,6 @@ ENVIRONMENT = {
     "RAY_worker_niceness": "0",
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
 }
-# POST to these changes nothing that anybody else can see: the routes of `service.api.access.auth` with the scope
-# `infer`.
-REPEATABLE_PATHS = (
-    "/v1/chat/completions",
-    "/v1/chat/completions/batch",
-    "/v1/completions",
-    "/v1/completions/batch",
-    "/v1/responses",
-    "/v1/messages",
-    "/v1/messages/count_tokens",
-    "/v1/embeddings",
-    "/tokenize",
-    "/detokenize",
-    "/tokenizer_info",
-)
 # With one ingress the next one has to start: HAProxy waits a second before each attempt at the same server, and then
 # goes to Ray's own proxy, which waits for a replica. Refused connections are attempts.
 _RETRIES = 8
@@ -62,8 +48,6 @@ _IDLE_SECONDS = 1.5 * STALL_LIMIT_SECONDS
 _TRUSTED_PROXIES = os.environ.get("MULTILORA_TRUSTED_PROXIES", "").replace(",", " ").split()
 _IPV4 = ipaddress.IPv6Network("::ffff:0:0/96")
 _BUFFER_BYTES = int(os.environ.get("RAY_SERVE_HAPROXY_TUNE_BUFSIZE", "16384"))
-# As `service.api.http.protocol` wants of a body.
-MIN_BYTES_PER_SECOND = 1024
 # A request is kept for another attempt when its body is there before the first one, and fits HAProxy's buffer. One that
 # says that it is longer is not waited for: what is too long for the ingress too is refused before it comes.
 _BODY_SECONDS = STALL_LIMIT_SECONDS + _BUFFER_BYTES / MIN_BYTES_PER_SECOND
@@ -72,8 +56,6 @@ _BODY_SECONDS = STALL_LIMIT_SECONDS + _BUFFER_BYTES / MIN_BYTES_PER_SECOND
 # them. What it had is answered when it goes on, and sent again when Ray has killed it.
 _CHECKS = "    default-server inter 2s fall 2\n"
 _CHECK_SECONDS = 3
-# As `service.api.entry.middleware` takes names of requests.
-MAX_REQUEST_ID_CHARS = 200
 _LOST = "The process that had this request is gone. If it was to change an adapter, look whether it has; send it again."
 _NOBODY = "No server takes requests now; send the request again in a moment."
 _FULL = "You have half of the connections that there are; close some, or try again later."
@@ -196,7 +178,7 @@ def _lines() -> str:
         "http-request set-header X-Forwarded-For %[src]"
         + (" unless is_trusted_proxy { req.hdr(X-Forwarded-For) -m found }" if _TRUSTED_PROXIES else ""),
         "acl is_repeatable method GET HEAD",
-        f"acl is_repeatable path {' '.join(REPEATABLE_PATHS)}",
+        f"acl is_repeatable path {' '.join(INFERENCE_PATHS)}",
         f"acl is_long req.hdr_val(Content-Length) gt {_BUFFER_BYTES}",
         f"http-request wait-for-body time {_milliseconds(_BODY_SECONDS)} if is_repeatable !is_long",
         "http-request disable-l7-retry if !is_repeatable",

@@ -35,7 +35,6 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 MAX_SECONDS = 1.0
-MAX_NEW_BYTES = 512 << 20
 MAX_TEXT_BYTES = 8 << 20  # in UTF-8
 MAX_ERROR_CHARS = 1000
 _MAX_COMPILED = 16
@@ -81,7 +80,7 @@ class TemplateWorker(BoundedChild):
             raise TemplateError(f"The chat template failed on these messages: {error}.") from error
         answer = self.ask(line)
         if isinstance(answer, int):
-            excess = excess_of(answer, self._max_seconds, MAX_NEW_BYTES)
+            excess = excess_of(answer, self._max_seconds)
             if excess is not None:
                 raise _limit(excess)
             raise RuntimeError(f"the process of adapters' templates ended with exit code {answer}")
@@ -222,7 +221,7 @@ def main() -> int:
     for name in _LAZY_CODECS:
         codecs.lookup(name)
     time.tzset()
-    return serve(_answer, max_seconds=float(sys.argv[1]), max_new_bytes=MAX_NEW_BYTES, is_confined=True)
+    return serve(_answer, max_seconds=float(sys.argv[1]), is_confined=True)
 
 
 if __name__ == "__main__":

@@ -18,14 +18,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from service.api.access.auth import ROUTES
-from service.api.entry import middleware
-from service.api.http import protocol
 from service.ray_serve.haproxy import (
     _BODY_SECONDS,
-    MAX_REQUEST_ID_CHARS,
-    MIN_BYTES_PER_SECOND,
-    REPEATABLE_PATHS,
     STALL_LIMIT_SECONDS,
     extended,
 )
@@ -305,10 +299,6 @@ def test_no_client_says_from_where_it_comes(tmp_path: Path) -> None:
     assert re.findall(rb"(?i)x-forwarded-for: (.*)\r\n", server.received[0]) == [b"127.0.0.1"]
 
 
-def test_names_are_as_long_as_without_ray() -> None:
-    assert MAX_REQUEST_ID_CHARS == middleware._MAX_REQUEST_ID_CHARS
-
-
 @pytest.mark.parametrize(("kind", "is_ours"), [(b"application/json", True), (b"text/plain; charset=utf-8", False)])
 def test_what_uvicorn_says_of_a_head_gets_the_shape_of_our_errors(tmp_path: Path, kind: bytes, is_ours: bool) -> None:
     server = _Server(b"HTTP/1.1 400 Bad Request\r\nContent-Type: " + kind + b"\r\nConnection: close\r\n\r\nInvalid.")
@@ -582,7 +572,6 @@ def test_addresses_that_have_the_same_numbers_have_shares_of_their_own(
 
 def test_bounds_are_those_of_one_server_where_nothing_else_is_said() -> None:
     assert Settings.model_fields["stall_limit_seconds"].default == STALL_LIMIT_SECONDS
-    assert protocol.MIN_BYTES_PER_SECOND == MIN_BYTES_PER_SECOND
 
 
 @contextmanager
@@ -611,10 +600,6 @@ def test_a_server_that_stands_still_gets_nothing_until_it_goes_on(tmp_path: Path
             assert {http.get("/").text for _ in range(4)} == {"other"}
         wait_for(lambda: http.get("/servers-up").text == "2", "it to come back")
         assert {http.get("/").text for _ in range(4)} == {"stopped", "other"}
-
-
-def test_what_is_repeatable_is_what_runs_models() -> None:
-    assert [one.path for one in ROUTES if one.need == "infer"] == list(REPEATABLE_PATHS)
 
 
 def test_a_configuration_is_extended_once_and_only_where_servers_are() -> None:

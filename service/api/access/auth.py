@@ -11,6 +11,7 @@ from starlette.datastructures import Headers
 from adapters.store.store import AdapterStore
 from service.api.access.namespace import Namespace
 from service.api.errors import Forbidden, Unauthorized
+from service.api.http_rules import INFERENCE_PATHS
 from service.api.page import PAGE_PATHS
 from service.api.state import services_of
 from service.tenants.keys_file import Scope
@@ -45,17 +46,7 @@ ROUTES = (
     Route("/version", "any"),
     Route("/metrics", "any"),
     Route("/load", "any"),
-    Route("/v1/chat/completions", "infer"),
-    Route("/v1/chat/completions/batch", "infer"),
-    Route("/v1/completions", "infer"),
-    Route("/v1/completions/batch", "infer"),
-    Route("/v1/responses", "infer"),
-    Route("/v1/messages", "infer"),
-    Route("/v1/messages/count_tokens", "infer"),
-    Route("/v1/embeddings", "infer"),
-    Route("/tokenize", "infer"),
-    Route("/detokenize", "infer"),
-    Route("/tokenizer_info", "infer"),
+    *(Route(path, "infer") for path in INFERENCE_PATHS),
     Route("/v1/models", "any"),
     Route("/v1/models/", "any"),
     Route("/v1/adapters", "any", _READING),

@@ -31,6 +31,7 @@ from service.api.errors import (
 )
 from service.api.http.json_body import BodyBudget
 from service.api.http.sse import JsonResponse
+from service.api.http_rules import MAX_REQUEST_ID_CHARS
 from service.api.metrics.metrics import Metrics
 from service.api.schema.query import without_inert
 from service.fairness.client_identity import CLIENT, NOBODY, client_of
@@ -45,7 +46,6 @@ METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 _PROBES = frozenset({"/health", "/ping", "/ready", "/metrics"})
 # Below it are the routes of Anthropic's API.
 _MESSAGES = "/v1/messages"
-_MAX_REQUEST_ID_CHARS = 200
 _MAX_LENGTH_DIGITS = 20
 # How much of a refused body is read and thrown away, so that the client gets to read why.
 _DRAIN_BYTES = 64 << 20
@@ -280,7 +280,7 @@ class _RequestScope:
 def _named_by_client(headers: Headers) -> str | None:
     """The client's own name for its request, if it fits a header and a line of the log."""
     name = headers.get("x-request-id", "")
-    return name if 0 < len(name) <= _MAX_REQUEST_ID_CHARS and name.isascii() and name.isprintable() else None
+    return name if 0 < len(name) <= MAX_REQUEST_ID_CHARS and name.isascii() and name.isprintable() else None
 
 
 def _announces_body(headers: Headers) -> bool:

@@ -19,11 +19,10 @@ from service.api.errors import ApiError, BadRequest, QueueFull, RequestTimeout, 
 from service.api.http.connection_limits import ConnectionShares
 from service.api.http.h11_bounds import NO_HTTP, BoundedConnection
 from service.api.http.read_scheduler import FIRST_READ_BYTES, USUAL_SECONDS, ReadScheduler, next_read_bytes
+from service.api.http_rules import MIN_BYTES_PER_SECOND
 from service.fairness.client_identity import network_of
 from service.logs import LOGGER, REFUSAL_LINES
 
-# A client that moves less than this of what waits for it, or of what it sends, counts as stalled after a time.
-MIN_BYTES_PER_SECOND = 1024
 # Read at a time, hence worked on without a break; bodies of announced length cost little for each byte.
 _BODY_READ_BYTES = 1 << 18
 

@@ -8,7 +8,7 @@ import asyncio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.api.errors import RequestTimeout
-from service.api.http.protocol import MIN_BYTES_PER_SECOND
+from service.api.http_rules import MIN_BYTES_PER_SECOND
 
 
 class BoundedBodies:

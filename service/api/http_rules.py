@@ -1,0 +1,21 @@
+"""Facts that the server and a proxy before it have to know alike. No imports here: HAProxy's start waits for them."""
+
+# A client that sends less than this, or reads less of what waits for it, counts as stalled after a time.
+MIN_BYTES_PER_SECOND = 1024
+# A client's name for a request is used and logged up to this length.
+MAX_REQUEST_ID_CHARS = 200
+# POST to these changes nothing that anybody else can see, so that a proxy may send one again; a key needs the scope
+# `infer`.
+INFERENCE_PATHS = (
+    "/v1/chat/completions",
+    "/v1/chat/completions/batch",
+    "/v1/completions",
+    "/v1/completions/batch",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/messages/count_tokens",
+    "/v1/embeddings",
+    "/tokenize",
+    "/detokenize",
+    "/tokenizer_info",
+)
