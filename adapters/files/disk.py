@@ -39,9 +39,8 @@ from adapters.files.paths import (
     TEMPLATE_FILE,
     TENSOR_FILE,
 )
-from adapters.files.store_faults import store_faults_are_ours
+from adapters.files.store_faults import WriteFault, store_faults_are_ours, write_fault
 from adapters.files.tombstones import Tombstones
-from adapters.files.writability import WriteFault, write_fault
 
 log = logging.getLogger(__name__)
 

@@ -10,11 +10,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from adapters.layout import BaseLayout, Group, ProjectionSpec
-from adapters.memory.madvise import give_back_pages
 from adapters.memory.non_lora_pool import BaseFacts
 from adapters.memory.row_allocation import Placement, RowMove
 from adapters.memory.row_ranges import Range, Swap
-from adapters.memory.slab import HostAdapter
+from adapters.memory.slab import HostAdapter, give_back_pages
 from adapters.row_plan import RowPlan
 from kernels.lora.maps import LoraStack
 from kernels.row_scatter.ops import swap_rows

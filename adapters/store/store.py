@@ -30,8 +30,7 @@ from adapters.files import name_versions as rules
 from adapters.files.disk import StoreFiles
 from adapters.files.manifest import AdapterRecord, Manifest
 from adapters.files.name_versions import Change, Condition, NameRecord, Visibility
-from adapters.files.store_faults import store_faults_are_ours
-from adapters.files.writability import WriteFault
+from adapters.files.store_faults import WriteFault, store_faults_are_ours
 from adapters.layout import BaseLayout
 from adapters.row_plan import RowPlan
 from adapters.store import pins as pin_rules

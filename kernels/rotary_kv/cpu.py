@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels.contract import Contract
-from kernels.rotary_kv.gates import without_gates
-from kernels.rotary_kv.reference import rotated
+from kernels.rotary_kv.reference import rotated, without_gates
 
 CONTRACT = Contract()
 

@@ -16,7 +16,7 @@ import torch_npu
 from kernels.contract import Contract
 from kernels.paged_attention.cache_layout import as_lines, line_slots
 from kernels.rotary_kv import reference
-from kernels.rotary_kv.gates import without_gates
+from kernels.rotary_kv.reference import without_gates
 from kernels.shapes import ProbeShapes
 
 # Limits that torch_npu documents for the mode "half": fewer heads and a smaller head than these.

@@ -7,7 +7,13 @@ from torch.nn import functional
 
 from kernels.contract import Contract
 from kernels.paged_attention.cache_layout import as_lines, line_slots
-from kernels.rotary_kv.gates import without_gates
+
+
+def without_gates(qkv: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """[tokens, 2 * heads + 2 * kv_heads, head_dim] -> fresh [tokens, heads + 2 * kv_heads, head_dim]"""
+    num_gated = qkv.shape[1] - 2 * kv_heads
+    return torch.cat((qkv[:, :num_gated:2], qkv[:, num_gated:]), dim=1)
+
 
 CONTRACT = Contract(replayable=True)
 

@@ -20,7 +20,7 @@ from kernels.ascend_relaunch import AscendLaunch, Relaunch, current_stream, size
 from kernels.contract import Contract
 from kernels.paged_attention.cache_layout import is_heads_first
 from kernels.platform import in_use
-from kernels.rotary_kv.gates import without_gates
+from kernels.rotary_kv.reference import without_gates
 from kernels.shapes import ProbeShapes
 
 # Elements of an item: few enough that one token has work for several cores.

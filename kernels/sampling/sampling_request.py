@@ -23,7 +23,25 @@ from kernels.arrays import HostArray, in_host, in_nothing, in_tensor, number_dty
 from kernels.sampling import parameters
 from kernels.sampling.maps import MASK_WORD_BITS, SamplingArrays, SamplingFacts, SamplingMaps
 from kernels.sampling.parameter_rows import index_of, matrix_of, used_in, uses_penalties
-from kernels.sampling.random_numbers import uniform
+
+_MASK = 0xFFFFFFFFFFFFFFFF
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+def uniform(seeds: Sequence[int], indices: Sequence[int]) -> np.ndarray:
+    """float64 [n] in [0, 1), element by element: splitmix64 of the seed's hash (modulo 2**64) and the index of the
+    output token. Hence a request's tokens depend neither on its neighbours nor on preemption, and a step's numbers are
+    known before the step before has ended."""
+    hashed = _mix(np.array([seed & _MASK for seed in seeds], np.uint64))
+    counters = np.array(indices, np.uint64) + np.uint64(1)
+    return (_mix(hashed + counters * _GOLDEN) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
 
 # A sort of everything serves larger ones as well.
 _LARGEST_TOP_K = 1024

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from adapters.files.writability import WriteFault
+from adapters.files.store_faults import WriteFault
 
 # Above what a disk that works takes, and below what whoever asks for /health waits.
 ANSWER_SECONDS = 1.0

@@ -6,12 +6,38 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
-from service.cluster.remaining_work import RemainingWork
 from service.cluster.replica_health import ReplicaHealth
 from service.cluster.routing import Demand, Replica, Rule, choose
 from service.engine.ipc.messages import Finished, Submit, Tokens
 from service.engine.ipc.token_streams import EngineDied, NeverSent, TokenStream
+
+# The most output that counts before it is there: max_tokens says little about the output that comes. A request that has
+# run for long counts as much as a new one, until it comes close to max_tokens.
+MOST_EXPECTED_TOKENS = 256
+
+
+@dataclass(slots=True)
+class RemainingWork:
+    """Tokens of one request that remain: its prompt, until there is output, and the output that may still come."""
+
+    prompt_tokens: int
+    output_tokens: int
+
+    @classmethod
+    def of(cls, request: Submit) -> RemainingWork:
+        """The work of a request that has not begun."""
+        return cls(len(request.prompt_token_ids), request.sampling.max_tokens)
+
+    @property
+    def expected_tokens(self) -> int:
+        return self.prompt_tokens + min(self.output_tokens, MOST_EXPECTED_TOKENS)
+
+    def take(self, num_tokens: int) -> None:
+        """Subtract output that has come."""
+        self.prompt_tokens = 0
+        self.output_tokens = max(self.output_tokens - num_tokens, 0)
 
 
 class Routed:

@@ -15,7 +15,7 @@ nothing goes wrong then:
   moves of rows, resets of penalty counts, the model, the sampler, the copy of the result. Blocks, slots, lines and rows
   that are freed while a step in flight works with them are therefore rewritten after it, by whoever gets them next, and
   what it writes there late is never read: a sequence reads what it has itself written, and counts that were reset.
-- What a step samples goes to the next one by slot, on the device (`request_table.py`). The host counts it, and looks at
+- What a step samples goes to the next one by slot, on the device (`inputs.py`). The host counts it, and looks at
   its value when the step is collected. A sequence that ends by its length is never scheduled again; one that turns out
   to have ended otherwise (a stop token, an abort, logits that are not finite) may have one more row in flight, which is
   dropped when that step is collected, since its request is gone.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from adapters.files.writability import write_fault
+from adapters.files.store_faults import write_fault
 
 LOOK_SECONDS = 2.0
 # A file server that has not answered for so long counts as unreachable; the check goes on waiting.

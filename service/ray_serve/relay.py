@@ -21,7 +21,7 @@ from typing import assert_never
 
 import msgspec
 
-from service.cluster.remaining_work import RemainingWork
+from service.cluster.dispatch import RemainingWork
 from service.engine.ipc.client import EngineClient
 from service.engine.ipc.messages import (
     Abort,

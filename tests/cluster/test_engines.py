@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from service.cluster.devices import environment_of
+from service.server.own_engines import environment_of
 from service.settings import SettingsError, load_settings
 from service.start_check import StartError
 from tests.support.http.server import Server, running_server, standing_still, wait_for

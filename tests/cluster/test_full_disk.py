@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from adapters.files.writability import write_fault
+from adapters.files.store_faults import write_fault
 from service.engine.ipc.client import EngineClient
 from service.ray_serve.disks import DiskWatch
 from service.ray_serve.relay import Relay

@@ -13,8 +13,7 @@ from dataclasses import replace
 import pytest
 
 from service.api.metrics.metrics import Metrics
-from service.cluster.dispatch import Routed
-from service.cluster.remaining_work import MOST_EXPECTED_TOKENS
+from service.cluster.dispatch import MOST_EXPECTED_TOKENS, Routed
 from service.engine.ipc.client import EngineClient
 from service.engine.ipc.config import EngineConfig
 from service.engine.ipc.messages import EngineStatus, Finished, Tokens

@@ -19,9 +19,8 @@ from kernels.platform import detect, installed
 from kernels.sampling import any_device, ops, parameter_rows, parameters
 from kernels.sampling.maps import SamplingMaps
 from kernels.sampling.parameter_rows import index_of
-from kernels.sampling.random_numbers import uniform
 from kernels.sampling.results import Choice
-from kernels.sampling.sampling_request import GivenRow, RowSampling, ask, mask_of
+from kernels.sampling.sampling_request import GivenRow, RowSampling, ask, mask_of, uniform
 from kernels.sampling.scored_token import ScoredToken
 from service.engine.ipc.messages import Sampling
 from tests.ascend.twin.stand_ins.waits import recorded_waits

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+
+# Returns the op's outputs, and the tensors that it changes in place, each whole: what must stay is compared too.
+Prepared = Callable[[], tuple[torch.Tensor, ...]]
 
 
 @dataclass(slots=True)

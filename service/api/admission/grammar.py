@@ -10,7 +10,6 @@ from typing import Any
 
 from service.api.admission.parsers import is_format_idle, shown_tools
 from service.api.errors import BadRequest
-from service.api.run_in_thread import run_in_thread
 from service.api.schema.requests import ChatRequest, Generation
 from service.api.schema.response_formats import (
     JsonObjectFormat,
@@ -20,6 +19,7 @@ from service.api.schema.response_formats import (
 )
 from service.api.schema.tools import AllowedToolsChoice, callable_tools, may_skip_calls, tools_chars
 from service.api.state import Services
+from service.api.threads import run_in_thread
 from service.grammars.constraints import (
     Constraint,
     ConstraintError,

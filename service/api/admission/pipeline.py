@@ -34,7 +34,6 @@ from service.api.admission.sampling import (
 )
 from service.api.errors import BadRequest
 from service.api.queue_limits import QueuePlaces
-from service.api.run_in_thread import run_in_thread
 from service.api.schema.requests import (
     MAX_HELD_LOGPROBS,
     ChatRequest,
@@ -42,6 +41,7 @@ from service.api.schema.requests import (
     PromptRequest,
 )
 from service.api.state import Services
+from service.api.threads import run_in_thread
 from service.engine.ipc.messages import Ready, Sampling
 from service.tenants.limits import Charge, Tenant
 from service.tenants.tenants import Caller

@@ -19,7 +19,6 @@ from service.api.admission.parsers import (
 )
 from service.api.errors import BadRequest, quoted
 from service.api.http.json_body import check_inner_counts
-from service.api.run_in_thread import LONG_TEXT_CHARS, run_in_thread
 from service.api.schema.requests import (
     ChatRequest,
     CompletionRequest,
@@ -29,6 +28,7 @@ from service.api.schema.requests import (
 )
 from service.api.schema.tools import tools_chars
 from service.api.state import Services
+from service.api.threads import LONG_TEXT_CHARS, run_in_thread
 from service.engine.ipc.messages import Ready
 from service.grammars.json_size import each_value
 from service.text.answer_reader import PLAIN, ParserConfig

@@ -21,9 +21,9 @@ from service.api.generation.logprobs import cost_chars, token_names
 from service.api.generation.output_chunk import OutputChunk
 from service.api.generation.stream import Chunks, EventStream
 from service.api.http.sse import TextEvent, json_answer, until_disconnect
-from service.api.run_in_thread import run_in_thread
 from service.api.schema.requests import ChatRequest, CompletionRequest, PromptRequest, StreamOptions
 from service.api.state import Services, services_of
+from service.api.threads import run_in_thread
 
 AnyRequest = TypeVar("AnyRequest", bound=CompletionRequest | ChatRequest)
 

@@ -19,10 +19,10 @@ from service.api.http.json_body import JsonRoute
 from service.api.http.sse import JsonResponse, until_disconnect
 from service.api.openapi import GENERATION_ERRORS
 from service.api.routes.answer import admitted
-from service.api.run_in_thread import run_in_thread
 from service.api.schema.answers import EmbeddingList
 from service.api.schema.requests import EmbeddingRequest
 from service.api.state import Services, services_of
+from service.api.threads import run_in_thread
 from service.engine.ipc.messages import Ready
 
 router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)

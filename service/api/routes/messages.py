@@ -23,12 +23,12 @@ from service.api.http.sse import TextEvent, encode_typed_event, json_answer, unt
 from service.api.openapi import GENERATION_ERRORS, TEXT_ERRORS, streamed
 from service.api.routes.answer import admitted, respond
 from service.api.routes.tokenize import CHARS_PER_PLACE, num_places, prompt_of
-from service.api.run_in_thread import run_in_thread
 from service.api.schema.messages import CountTokensRequest, MessagesRequest, chat_of, names_in
 from service.api.schema.requests import ChatRequest
 from service.api.schema.response_answers import MessageObject, TokenCount
 from service.api.schema.responses import renamed
 from service.api.state import Services, services_of
+from service.api.threads import run_in_thread
 
 router = APIRouter(tags=["Anthropic"], route_class=JsonRoute)
 

@@ -20,11 +20,11 @@ from service.api.http.sse import encode_typed_event
 from service.api.openapi import GENERATION_ERRORS, streamed
 from service.api.routes.answer import admitted, respond
 from service.api.routes.chat import ChatAnswer
-from service.api.run_in_thread import run_in_thread
 from service.api.schema.requests import ChatRequest
 from service.api.schema.response_answers import ResponseObject
 from service.api.schema.responses import NAMES, ResponsesRequest, chat_of, renamed
 from service.api.state import Services, services_of
+from service.api.threads import run_in_thread
 
 router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 

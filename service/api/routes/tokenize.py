@@ -17,11 +17,10 @@ from service.api.errors import BadRequest
 from service.api.http.json_body import JsonRoute
 from service.api.http.sse import json_answer, until_disconnect
 from service.api.openapi import TEXT_ERRORS, errors
-from service.api.run_in_thread import LONG_TEXTS, run_in_thread
 from service.api.schema.answers import DetokenizeResponse, TokenizeResponse, TokenizerInfo
 from service.api.schema.requests import ChatRequest, DetokenizeRequest, TokenizeRequest
 from service.api.state import Services, services_of
-from service.api.threads import in_turn
+from service.api.threads import LONG_TEXTS, in_turn, run_in_thread
 from service.tenants.tenants import Caller
 from service.text.tokenizer import TextTokenizer
 

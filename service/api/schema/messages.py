@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from service.api.errors import quoted
-from service.api.run_in_thread import LONG_TEXT_CHARS
 from service.api.schema.base import FIRST, Request, field_error
 from service.api.schema.chat_messages import TemplateVariables
 from service.api.schema.error_messages import bad_request
@@ -20,6 +19,7 @@ from service.api.schema.requests import ChatRequest, Decoding, StopString
 from service.api.schema.responses import renamed
 from service.api.schema.tools import MAX_TOOLS, Name, Parameters
 from service.api.schema.unserved_fields import MESSAGE_FIELDS, MESSAGE_TOOL_FIELDS
+from service.api.threads import LONG_TEXT_CHARS
 from service.grammars.json_size import least_chars
 
 # A chat's fields under the names that this API gives them.

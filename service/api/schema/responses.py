@@ -13,7 +13,6 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from service.api.errors import ApiError, BadRequest, quoted
-from service.api.run_in_thread import LONG_TEXT_CHARS
 from service.api.schema.base import FIRST, Request, field_error
 from service.api.schema.chat_messages import TemplateVariables, TextPart
 from service.api.schema.error_messages import bad_request
@@ -24,6 +23,7 @@ from service.api.schema.unserved_fields import (
     RESPONSE_TEXT_FIELDS,
     STREAM_FIELDS,
 )
+from service.api.threads import LONG_TEXT_CHARS
 from service.grammars.json_size import least_chars
 
 _Texts = str | Annotated[list[TextPart], FIRST]

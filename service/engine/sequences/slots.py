@@ -1,6 +1,6 @@
 """Slots and lines: which sequence holds which.
 
-A running sequence owns one slot, a small integer that names its row of the request table (`request_table.py`) and its
+A running sequence owns one slot, a small integer that names its row of the request table (`inputs.py`) and its
 penalty counts, and one line, which names its convolution and delta-net states. Number 0 is the null slot and the null
 line, which padding points at, and is never handed out. Nothing is cleared when one changes hands: a sequence's first
 step says "no initial state" in its maps. The scheduler acquires both when it admits a sequence and frees them when the

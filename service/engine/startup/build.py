@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -30,10 +32,17 @@ from service.engine.ipc.messages import OpInUse
 from service.engine.loras.interfaces import HostSource, Loader
 from service.engine.model.graphs import Graphs
 from service.engine.model.runner import ModelRunner
-from service.engine.startup.budgets import Budgets, ModelSizes, budgets_behind_graphs, decide_budgets, sentences, shown
+from service.engine.startup.budgets import (
+    Budgets,
+    ModelSizes,
+    budgets_behind_graphs,
+    decide_budgets,
+    sentences,
+    shown,
+)
 from service.engine.startup.graph_memory import TRIAL_BLOCKS, measure_graphs
-from service.engine.startup.preparations import Preparations
 from service.engine.transient_thread import TransientThread
+from service.grammars.matching import GrammarError, TokenTable
 from service.machine import memory_bytes
 from service.models.checkpoint.checkpoint import OpenTensors, open_checkpoint
 from service.models.families import model_spec
@@ -42,6 +51,39 @@ from service.models.layouts import layout_of_spec
 from service.models.loader import LoadedModel, choose_dtype, load_model
 from service.models.spec.config_json import read_config
 from service.models.spec.model_spec import ModelSpec
+
+
+class Preparations:
+    """Begins at once: the tokens that grammars need, and on a GPU the imports of what serves its ops."""
+
+    def __init__(self, device: str, model_dir: Path) -> None:
+        thread = ThreadPoolExecutor(1, "preparations")
+        if torch.device(device).type == "cuda":
+            thread.submit(_import_implementations, torch.device(device))
+        self._tokens: Future[TokenTable | None] = thread.submit(_token_table, model_dir)
+        thread.shutdown(wait=False)
+
+    def tokens(self) -> TokenTable | None:
+        """None, with the reason in the log, for a model whose tokenizer does not tell. Waits for it."""
+        return self._tokens.result()
+
+
+def _import_implementations(device: torch.device) -> None:
+    """Import the implementations in use; the probe reports those that cannot be. Triton hashes its own files once."""
+    for op, name in in_use(device).implementations.items():
+        with suppress(Exception):
+            importlib.import_module(f"kernels.{op}.{name}")
+    with suppress(ImportError, AttributeError):
+        importlib.import_module("triton.runtime.cache").triton_key()
+
+
+def _token_table(model_dir: Path) -> TokenTable | None:
+    try:
+        return TokenTable.load(model_dir)
+    except GrammarError as error:
+        log.info("no grammars: %s", error)
+        return None
+
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import torch
 
 from kernels.lora.maps import LoraMaps
 from kernels.lora.non_lora import own_head_norms
-from kernels.rotary_kv.gates import without_gates
+from kernels.rotary_kv.reference import without_gates
 from service.models.layers.projection import RowSource, side_of
 from service.models.layers.weights import Weights
 from service.models.spec.model_spec import AttentionSpec, ModelSpec

@@ -6,8 +6,7 @@ import asyncio
 import os
 import threading
 
-from service.api.run_in_thread import LONG_TEXT_CHARS, run_in_thread
-from service.api.threads import in_turn
+from service.api.threads import LONG_TEXT_CHARS, in_turn, run_in_thread
 from service.fairness.client_identity import CLIENT
 from service.fairness.thread_pool import FairPool
 from tests.support.limits import LIMIT_SECONDS

@@ -10,8 +10,7 @@ import httpx
 import pydantic
 import pytest
 
-from service.api.route_table import build_routes
-from service.server.app import create_app
+from service.server.app import build_routes, create_app
 from service.settings import load_settings
 from tests.api.conftest import Checkpoints
 

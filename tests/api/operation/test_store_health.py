@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from adapters.files.writability import WriteFault
+from adapters.files.store_faults import WriteFault
 from service.api.store_health import StoreHealth
 from tests.support.limits import LIMIT_SECONDS
 

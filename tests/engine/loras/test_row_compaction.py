@@ -1,5 +1,5 @@
 """Adapters that run stand in the rows of the shortest window that holds them; see
-`service.engine.step.row_compaction`.
+`service.engine.step.launcher`.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import pytest
 
 from adapters.memory.row_pool import RowPool
 from kernels.lora_window.window_lengths import window_for
-from service.engine.step.row_compaction import MAX_ADAPTERS_A_STEP, RowCompaction
+from service.engine.step.launcher import MAX_ADAPTERS_A_STEP, RowCompaction
 from tests.adapters.memory.test_row_pool import budget_for, churn_layout, make_host_adapter
 
 LAYOUT = churn_layout()

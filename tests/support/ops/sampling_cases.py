@@ -17,9 +17,8 @@ from kernels.sampling import ops
 from kernels.sampling.maps import SamplingMaps
 from kernels.sampling.parameter_rows import index_of, neutral_row
 from kernels.sampling.penalty_state import PenaltyState
-from kernels.sampling.random_numbers import uniform
 from kernels.sampling.results import Choice, read
-from kernels.sampling.sampling_request import Asked, GivenRow, RowSampling, ask, mask_of
+from kernels.sampling.sampling_request import Asked, GivenRow, RowSampling, ask, mask_of, uniform
 from kernels.sampling.scored_token import ScoredToken
 
 VOCAB = 600
