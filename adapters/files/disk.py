@@ -66,8 +66,6 @@ class StoreFiles:
     """
 
     def __init__(self, root: Path, shared_as: str | None = None) -> None:
-        # In memory where the store is shared: a file of it would be several servers'.
-        self.index = root / "index.sqlite" if shared_as is None else None
         self._is_shared = shared_as is not None
         self.staging = root / "staging" if shared_as is None else root / "staging" / shared_as
         self._adapters = root / "adapters"

@@ -5,7 +5,6 @@
                             adapters/<digest>/       adapter_config.json, adapter_model.safetensors, manifest.json
                             names/<name>             the record of a name, `/` as %2F (`adapters.files.name_versions`)
                             retired/<name>           the last record of a deleted name: its numbers go on
-                            index.sqlite             the listings' index of these files (`adapters.store.sqlite_index`)
 
 Where several servers share the store (`adapters.store.shared_log`), beside these:
                             staging/<server>/        each server's own

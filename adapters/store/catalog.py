@@ -3,8 +3,6 @@ change follows one on the disk, which `adapters.store.transactions` makes."""
 
 from __future__ import annotations
 
-import logging
-import sqlite3
 import threading
 from collections import Counter, OrderedDict
 from contextlib import suppress
@@ -14,11 +12,9 @@ from adapters.files import name_versions as rules
 from adapters.files.disk import StoreFiles
 from adapters.files.manifest import AdapterRecord, Manifest
 from adapters.files.name_versions import NameRecord, Version
+from adapters.store.name_index import Index, Query, Row
 from adapters.store.pins import Pinned
 from adapters.store.quota_usage import QuotaUsage
-from adapters.store.sqlite_index import Index, Query, Row
-
-log = logging.getLogger(__name__)
 
 # A manifest lists every module: thousands of adapters would fill memory with them. The rest is read when asked for.
 MAX_MANIFESTS_KEPT = 256
@@ -35,7 +31,7 @@ class Catalog:
         self._files = files
         self._lock = threading.Lock()
         self._names = names
-        self._index = Index(files.index, names, files.read_summary)
+        self._index = Index(names, files.read_summary)
         self._num_names = Counter(rules.uses(names.values()))
         self._pinned = {name for name, record in names.items() if record.is_pinned}
         self._manifests: OrderedDict[str, Manifest] = OrderedDict()
@@ -43,9 +39,6 @@ class Catalog:
         # Bytes of all digests that quotas had to look at.
         self._sizes: dict[str, int] = {}
         self._leases: Counter[str] = Counter()
-
-    def close(self) -> None:
-        self._index.close()
 
     # ---- names
 
@@ -70,8 +63,7 @@ class Catalog:
             if owner not in self._owned:
                 with self._lock:
                     names = {name: record for name, record in self._names.items() if record.owner == owner}
-                with suppress(sqlite3.Error):  # then manifests are read
-                    self._sizes = self._index.sizes(owner) | self._sizes
+                self._sizes = self._index.sizes(owner) | self._sizes
                 self._owned[owner] = QuotaUsage(names, self.num_bytes)
             return self._owned[owner]
 
@@ -93,13 +85,7 @@ class Catalog:
 
     def page(self, query: Query) -> list[Row]:
         """Names as listings show them, without reading a file of theirs; damaged ones are left out."""
-        try:
-            return self._index.page(query)
-        except sqlite3.Error:
-            log.exception("the index of adapters is built anew")
-            with self.changing:
-                self._index.rebuild(self._names)
-            return self._index.page(query)
+        return self._index.page(query)
 
     def pinned(self) -> list[Pinned]:
         """Pinned names, without those whose files are damaged or missing."""
@@ -132,14 +118,10 @@ class Catalog:
 
     def _update_index(self, name: str, record: NameRecord | None) -> None:
         """Under `changing`."""
-        try:
-            if record is None:
-                self._index.remove(name)
-            else:
-                self._index.put(name, record)
-        except sqlite3.Error:
-            log.exception("the index of adapters is built anew")
-            self._index.rebuild(self._names)
+        if record is None:
+            self._index.remove(name)
+        else:
+            self._index.put(name, record)
 
     # ---- contents
 
@@ -264,6 +246,4 @@ class Catalog:
             wanted = set(+self._num_names) | set(+self._leases)
             assert self._files.digests() == wanted
             assert set(self._manifests) <= wanted
-            kept = list(self._index.each())
-            self._index.rebuild(self._names)
-            assert kept == list(self._index.each()), "the index kept is not the index built anew"
+            assert self._index.rows == Index(self._names, self._files.read_summary).rows

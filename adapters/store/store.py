@@ -37,9 +37,9 @@ from adapters.store import pins as pin_rules
 from adapters.store.catalog import Catalog
 from adapters.store.housekeeping import Housekeeping
 from adapters.store.leases import Lease, Upload
+from adapters.store.name_index import Query, Row
 from adapters.store.publishing import Publishing
 from adapters.store.shared_log import SharedLog
-from adapters.store.sqlite_index import Query, Row
 from adapters.store.transactions import Changes
 from adapters.text.vocabulary import BaseText
 from adapters.upload.prepare import Intake
@@ -128,7 +128,6 @@ class AdapterStore:
             self._house.stop()
         self._changes.remover.shutdown()
         with self._changes.disk:
-            self._catalog.close()
             self._files.close()
             if self._sharing is not None:
                 self._sharing.close()

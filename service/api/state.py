@@ -16,7 +16,7 @@ from adapters.files.manifest import AdapterRecord
 from adapters.files.paths import layout_fingerprint
 from adapters.layout import BaseLayout
 from adapters.quota import ClientQuota
-from adapters.store.sqlite_index import Query
+from adapters.store.name_index import Query
 from adapters.store.store import AdapterStore
 from kernels.sampling.parameters import NEUTRAL
 from service.api.engine_protocol import EngineProtocol

@@ -16,7 +16,7 @@ from adapters.errors import NotFound, QuotaExceeded
 from adapters.files.manifest import AdapterRecord
 from adapters.files.name_versions import Change, Condition, NameRecord, Quota, Visibility, split
 from adapters.files.paths import OWNERLESS, join, separate
-from adapters.store.sqlite_index import Viewer
+from adapters.store.name_index import Viewer
 from adapters.store.store import AdapterStore, Lease, Upload
 from service.api.errors import Forbidden
 from service.tenants.limits import LimitReached

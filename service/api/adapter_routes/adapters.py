@@ -14,7 +14,7 @@ from pydantic import Field
 from adapters.files.manifest import AdapterRecord
 from adapters.files.name_versions import Condition, Version, keep
 from adapters.files.paths import without_root
-from adapters.store.sqlite_index import Row
+from adapters.store.name_index import Row
 from adapters.store.store import AdapterStore
 from service.api.access.auth import caller_of, check_again, namespace_of
 from service.api.access.namespace import Namespace

@@ -11,7 +11,7 @@ from fastapi import Response
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
-from adapters.store.sqlite_index import Query, Row
+from adapters.store.name_index import Query, Row
 from service.api.access.namespace import Namespace
 from service.api.page_cache import WrittenPage
 from service.api.state import Services
@@ -21,7 +21,7 @@ from service.engine.ipc.messages import Tier
 MOST_PER_PAGE = 1000
 # Whether a page is as it was written last is found in a thread if it shows facts of more: a millisecond for 1,000.
 _MOST_LOOKED_UP_ON_LOOP = 100
-MOST_RANK = (1 << 31) - 1  # beyond any that a model has; the index holds 64 bits
+MOST_RANK = (1 << 31) - 1  # beyond any that a model has
 
 
 def _plain_digits(text: Any) -> Any:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from adapters.files.name_versions import Condition, keep, move
-from adapters.store.sqlite_index import Query
+from adapters.store.name_index import Query
 from adapters.store.store import AdapterStore, StoreLimits
 from tests.support.adapter_files import (
     config_bytes,

@@ -19,8 +19,8 @@ from adapters.errors import Conflict, NotFound, StoreBusy
 from adapters.files.disk import StoreFiles
 from adapters.files.name_versions import Change
 from adapters.store import housekeeping, shared_log
+from adapters.store.name_index import Query
 from adapters.store.shared_log import SharedLog
-from adapters.store.sqlite_index import Query
 from adapters.store.store import AdapterStore, StoreLimits
 from tests.support.adapter_files import (
     config_bytes,

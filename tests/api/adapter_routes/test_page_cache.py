@@ -9,7 +9,7 @@ from typing import cast
 
 import pytest
 
-from adapters.store.sqlite_index import Query, Row
+from adapters.store.name_index import Query, Row
 from adapters.store.store import AdapterStore
 from service.api.page_cache import PageCache, WrittenPage
 from tests.api.adapter_routes.test_adapters import Routes
