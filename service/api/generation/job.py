@@ -9,8 +9,7 @@ from functools import partial
 from adapters.files.manifest import AdapterRecord
 from adapters.files.paths import without_root
 from service.api.admission.pipeline import Admitted, PlannedSequence
-from service.api.generation.output_chunk import OutputChunk
-from service.api.generation.sequence import SequenceRun
+from service.api.generation.sequence import OutputChunk, SequenceRun
 from service.api.queue_limits import LogprobBudget
 from service.api.state import Services
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from kernels.sampling.scored_token import ScoredToken
 from service.api.admission.prompts import Prompt
-from service.api.generation.output_chunk import OutputChunk
+from service.api.generation.sequence import OutputChunk
 from service.api.schema.requests import Generation
 from service.text.detokenizer import detokenizer_of
 from service.text.tokenizer import TextTokenizer

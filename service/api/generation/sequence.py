@@ -7,12 +7,14 @@ a place nor an adapter when the engine is done.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal
+
+import msgspec
 
 from kernels.sampling.scored_token import ScoredToken
 from service.api.admission.model_resolution import ResolvedModel
 from service.api.admission.pipeline import PlannedSequence
 from service.api.errors import BadRequest, EngineFailed, NotReady
-from service.api.generation.output_chunk import OutputChunk
 from service.api.metrics.metrics import SequenceTimer
 from service.api.queue_limits import LogprobBudget
 from service.api.state import Services
@@ -26,6 +28,28 @@ from service.text.stop_strings import StopStrings
 MAX_WAITING_ENTRIES = 1 << 16
 _ABORTED = "An operator has ended all requests; send this one again later."
 _SHUT_DOWN = "The server was shut down before the answer was complete; ask another one."
+
+
+class OutputChunk(msgspec.Struct):
+    """New text and tokens of a sequence. They need not match: text may wait for the rest of a character.
+
+    text_offsets  for each token, the number of characters of the answer before it
+    pooled        of the prompt's hidden states, where they are asked for: see `Finished`
+    """
+
+    text: str = ""
+    token_ids: list[int] = []
+    logprobs: list[ScoredToken] = []
+    text_offsets: list[int] = []
+    prompt_logprobs: Sequence[ScoredToken | None] | None = None
+    finish_reason: Literal["stop", "length", "abort"] | None = None
+    stop_reason: str | int | None = None
+    pooled: bytes | None = None
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the answer ended before the model had ended it."""
+        return self.finish_reason in ("length", "abort")
 
 
 class SequenceRun:

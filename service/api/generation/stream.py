@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from service.api.errors import HANDLED, error_body
 from service.api.generation.job import GenerationJob
 from service.api.generation.logprobs import cost_chars
-from service.api.generation.output_chunk import OutputChunk
+from service.api.generation.sequence import OutputChunk
 from service.api.http.sse import DONE, encode_event
 from service.api.threads import run_in_thread
 from service.logs import LOGGER

@@ -18,7 +18,7 @@ from service.api.admission.pipeline import Admitted, admit
 from service.api.entry.request_log import note_job
 from service.api.generation.job import GenerationJob
 from service.api.generation.logprobs import cost_chars, token_names
-from service.api.generation.output_chunk import OutputChunk
+from service.api.generation.sequence import OutputChunk
 from service.api.generation.stream import Chunks, EventStream
 from service.api.http.sse import TextEvent, json_answer, until_disconnect
 from service.api.schema.requests import ChatRequest, CompletionRequest, PromptRequest, StreamOptions

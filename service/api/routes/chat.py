@@ -11,7 +11,7 @@ from fastapi.responses import Response
 from service.api.admission.pipeline import Admitted
 from service.api.generation.chat_delta import ChatFormatter
 from service.api.generation.logprobs import chat_logprobs, prompt_logprobs
-from service.api.generation.output_chunk import OutputChunk
+from service.api.generation.sequence import OutputChunk
 from service.api.http.json_body import JsonRoute
 from service.api.openapi import GENERATION_ERRORS, streamed
 from service.api.routes.answer import Answer, admitted, respond

@@ -16,7 +16,7 @@ from service.api.generation.logprobs import (
     join_columns,
     prompt_logprobs,
 )
-from service.api.generation.output_chunk import OutputChunk
+from service.api.generation.sequence import OutputChunk
 from service.api.http.json_body import JsonRoute
 from service.api.openapi import GENERATION_ERRORS, streamed
 from service.api.routes.answer import Answer, admitted, respond

@@ -17,7 +17,7 @@ from service.api.entry.request_log import notes_of
 from service.api.errors import ApiError, message_error_body
 from service.api.generation.chat_delta import ChatFormatter
 from service.api.generation.job import GenerationJob
-from service.api.generation.output_chunk import OutputChunk
+from service.api.generation.sequence import OutputChunk
 from service.api.http.json_body import JsonRoute
 from service.api.http.sse import TextEvent, encode_typed_event, json_answer, until_disconnect
 from service.api.openapi import GENERATION_ERRORS, TEXT_ERRORS, streamed

@@ -14,7 +14,7 @@ from service.api.admission.pipeline import Admitted
 from service.api.admission.sampling import sampling_parameters
 from service.api.entry.request_log import notes_of
 from service.api.errors import ApiError, error_body
-from service.api.generation.output_chunk import OutputChunk
+from service.api.generation.sequence import OutputChunk
 from service.api.http.json_body import JsonRoute
 from service.api.http.sse import encode_typed_event
 from service.api.openapi import GENERATION_ERRORS, streamed

@@ -20,7 +20,7 @@ from service.api.admission.pipeline import admit, reserve
 from service.api.admission.prompts import Prompt, rendered, tokenized
 from service.api.admission.sampling import NEUTRAL
 from service.api.errors import BadRequest, BodyTooLarge, QueueFull, UnknownModel, status_of
-from service.api.generation.output_chunk import OutputChunk
+from service.api.generation.sequence import OutputChunk
 from service.api.queue_limits import QueueLimits
 from service.api.routes import batch, chat, completions
 from service.api.routes import tokenize as tokenize_module

@@ -16,7 +16,7 @@ from kernels.sampling.scored_token import ScoredToken
 from service.api.errors import EngineFailed
 from service.api.generation import stream
 from service.api.generation.job import GenerationJob
-from service.api.generation.output_chunk import OutputChunk
+from service.api.generation.sequence import OutputChunk
 from service.api.generation.stream import EventStream
 from service.api.http.sse import TextEvent, encode_event
 from tests.api.conftest import BASE, Checkpoints

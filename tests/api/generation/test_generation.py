@@ -19,7 +19,7 @@ from service.api.admission.pipeline import Admitted, PlannedSequence
 from service.api.admission.prompts import Prompt
 from service.api.errors import BadRequest, EngineFailed, NotReady, QueueFull, status_of
 from service.api.generation.job import GenerationJob
-from service.api.generation.output_chunk import OutputChunk
+from service.api.generation.sequence import OutputChunk
 from service.api.http.sse import encode_event
 from service.api.metrics.metrics import Metrics
 from service.api.queue_limits import QueuePlaces, logprob_shares
