@@ -1,4 +1,4 @@
-"""Pauses of the engine by vLLM's and SGLang's names, for trainers that change weights between rollouts."""
+"""Pauses and facts of the engine by vLLM's and SGLang's names, for trainers that change weights between rollouts."""
 
 from __future__ import annotations
 
@@ -15,9 +15,17 @@ from service.api.openapi import errors
 from service.api.schema.control import (
     GenerationStateResponse,
     IsPausedResponse,
+    LoraConfig,
+    ModelConfig,
+    ParallelConfig,
     PauseGenerationRequest,
     PauseQuery,
     PauseResponse,
+    ServerConfig,
+    ServerInfoQuery,
+    ServerInfoResponse,
+    WorldSizeQuery,
+    WorldSizeResponse,
 )
 from service.api.schema.query import each_once, no_query
 from service.api.state import Services, services_of
@@ -64,6 +72,46 @@ async def continue_generation(request: Request) -> GenerationStateResponse:
     """SGLang's /resume."""
     await _resume(request)
     return GenerationStateResponse(message="Generation continued successfully.", status="ok")
+
+
+@router.get(
+    "/server_info",
+    dependencies=[each_once],
+    responses=errors((400, 401, 403, 503)),
+    summary="Sizes of model, adapters and replicas",
+)
+async def server_info(request: Request, query: Annotated[ServerInfoQuery, Query()]) -> ServerInfoResponse:
+    """vLLM's, those parts of it that trainers read."""
+    config = _server_config(services_of(request))
+    if query.config_format == "json":
+        return ServerInfoResponse(vllm_config=config)
+    told = config.model_dump(by_alias=True)
+    facts = {name: value for part in told.values() if part is not None for name, value in part.items()}
+    return ServerInfoResponse(vllm_config=", ".join(f"{name}={value}" for name, value in facts.items()))
+
+
+@router.get(
+    "/get_world_size", dependencies=[each_once], responses=errors((400, 401, 403)), summary="Number of model shards"
+)
+async def get_world_size(query: Annotated[WorldSizeQuery, Query()]) -> WorldSizeResponse:  # noqa: ARG001
+    """vLLM's: always 1, since a model is on one device, and what is loaded reaches all replicas."""
+    return WorldSizeResponse(world_size=1)
+
+
+def _server_config(services: Services) -> ServerConfig:
+    ready, settings = services.require_ready(), services.settings
+    plan, lora = None if services.store is None else services.store.row_plan, None
+    if plan is not None:
+        most = max(plan.rows.values())
+        max_rank = most if plan.max_rank is None else min(most, plan.max_rank)
+        lora = LoraConfig(max_lora_rank=max_rank, max_loras=services.metrics.by_adapter.max_adapters)
+    model = ModelConfig(
+        model=str(settings.model_dir),
+        served_model_name=settings.base_name,
+        dtype=f"torch.{ready.dtype}",
+        max_model_len=ready.max_model_len_tokens,
+    )
+    return ServerConfig(model_config=model, parallel_config=ParallelConfig(), lora_config=lora)
 
 
 async def _pause(request: Request, mode: PauseMode) -> None:

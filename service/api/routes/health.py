@@ -1,4 +1,4 @@
-"""/health, /ready, /version, /load, /metrics and /reset_prefix_cache."""
+"""/health, /ready, /version, /load, /metrics and /reset_prefix_cache (/flush_cache)."""
 
 from __future__ import annotations
 
@@ -78,6 +78,12 @@ async def get_load(request: Request) -> LoadResponse:
     return LoadResponse(server_load=services_of(request).gate.num_open)
 
 
+@router.post(
+    "/flush_cache",
+    dependencies=[no_query],
+    responses=errors((400, 401, 403, 413, 503)),
+    summary="The same as /reset_prefix_cache",
+)
 @router.post(
     "/reset_prefix_cache",
     dependencies=[no_query],

@@ -51,3 +51,63 @@ class GenerationStateResponse(Response):
 
     message: str
     status: Literal["ok"]
+
+
+class ServerInfoQuery(BaseModel):
+    """The query of GET /server_info."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    config_format: Literal["text", "json"] = Field("text", description="whether the configuration is one text")
+
+
+class ModelConfig(Response):
+    """The base in vLLM's words."""
+
+    model: str
+    served_model_name: str
+    dtype: str = Field(description="as torch writes it, such as torch.bfloat16")
+    max_model_len: int
+
+
+class ParallelConfig(Response):
+    """vLLM's; replicas are one to clients, since what is loaded reaches all of them."""
+
+    tensor_parallel_size: Literal[1] = 1
+    pipeline_parallel_size: Literal[1] = 1
+    data_parallel_size: Literal[1] = 1
+
+
+class LoraConfig(Response):
+    """vLLM's; `max_loras` is the number of adapters of rank 16 that fit on the device together."""
+
+    max_lora_rank: int
+    max_loras: int
+
+
+class ServerConfig(Response):
+    """Those parts of vLLM's configuration that its clients read; lora_config is null where LoRA is off."""
+
+    model_config_: ModelConfig = Field(alias="model_config")
+    parallel_config: ParallelConfig
+    lora_config: LoraConfig | None
+
+
+class ServerInfoResponse(Response):
+    """Answer of GET /server_info."""
+
+    vllm_config: str | ServerConfig
+
+
+class WorldSizeQuery(BaseModel):
+    """The query of GET /get_world_size."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    include_dp: bool = Field(True, description="no effect: replicas count as one")
+
+
+class WorldSizeResponse(Response):
+    """Answer of GET /get_world_size."""
+
+    world_size: Literal[1]

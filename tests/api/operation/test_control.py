@@ -73,7 +73,12 @@ class Controlled:
 def controlled_server(checkpoints: Checkpoints, directory: Path, **settings: Any) -> Iterator[Controlled]:
     path = directory / "keys.toml"
     admin = {"Authorization": f"Bearer {add_key(path, 'default', ('admin',))[0]}"}
-    settings |= {"keys_file": path, "preload_adapters_dir": checkpoints.adapters, "model_name": "tiny"}
+    settings |= {
+        "lora_path_root": checkpoints.spare.parent,
+        "keys_file": path,
+        "preload_adapters_dir": checkpoints.adapters,
+        "model_name": "tiny",
+    }
     with running_server(checkpoints.endless_base, directory / "server", **settings) as server:
         yield Controlled(server, path, admin)
 
@@ -227,11 +232,38 @@ def test_a_wrong_query_is_a_bad_request_and_pauses_nothing(controlled: Controlle
 def test_control_is_a_scope_of_its_own(controlled: Controlled) -> None:
     for scopes, status in ((("infer", "upload", "delete"), 403), (("control",), 200), (("admin",), 200)):
         key = controlled.key(*scopes)
-        for path in ("/pause", "/resume", "/continue_generation", "/reset_prefix_cache"):
+        for path in ("/pause", "/resume", "/flush_cache", "/continue_generation", "/reset_prefix_cache"):
             assert controlled.call("POST", path, key).status_code == status
-        assert controlled.call("GET", "/is_paused", key).status_code == status
+        for path in ("/is_paused", "/server_info", "/get_world_size"):
+            assert controlled.call("GET", path, key).status_code == status
     assert controlled.call("POST", "/v1/completions", controlled.key("control"), json=SHORT).status_code == 403
     assert controlled.server.http.post(f"{controlled.server.url}/pause").status_code == 401
+
+
+def test_trl_s_calls_of_a_rollout_step(
+    controlled: Controlled, checkpoints: Checkpoints, clients: ThreadPoolExecutor
+) -> None:
+    """The calls of TRL's `VLLMClient` (experimental.async_grpo) with an adapter, replayed as its published code makes
+    them but for the key; the trainer itself does not run here."""
+    assert controlled.call("GET", "/health").status_code == 200
+    max_model_len = controlled.call("GET", "/v1/models").json()["data"][0]["max_model_len"]
+    info = controlled.call("GET", "/server_info", params={"config_format": "json"}).json()["vllm_config"]
+    assert info["model_config"]["max_model_len"] == max_model_len
+    assert info["model_config"]["dtype"] == "torch.float32"
+    assert info["parallel_config"]["data_parallel_size"] == 1
+    assert info["lora_config"]["max_lora_rank"] >= 16
+    assert info["lora_config"]["max_loras"] >= 1
+    assert controlled.call("GET", "/get_world_size").json()["world_size"] == 1
+    text = controlled.call("GET", "/server_info").json()["vllm_config"]
+    assert f"max_model_len={max_model_len}, tensor_parallel_size=1" in text
+
+    load = {"lora_name": "policy-v1", "lora_path": str(checkpoints.spare), "load_inplace": False}
+    assert controlled.call("POST", "/pause", params={"mode": "keep"}).status_code == 200
+    assert controlled.call("POST", "/v1/load_lora_adapter", json=load).status_code == 200
+    asked = clients.submit(whole, controlled, {**SHORT, "model": "policy-v1"})
+    assert controlled.call("POST", "/resume").status_code == 200
+    assert asked.result()[1] == "length"
+    assert controlled.call("POST", "/v1/unload_lora_adapter", json={"lora_name": "policy-v1"}).status_code == 200
 
 
 def test_a_pause_of_a_client_that_has_died_ends_by_itself(checkpoints: Checkpoints, tmp_path: Path) -> None:

@@ -90,6 +90,9 @@ STATUSES: dict[str, tuple[str, str]] = {
     "post /v1/load_lora_adapter": ("200 400 403 404 409 413 429 500 503 507", "401"),
     "post /v1/unload_lora_adapter": ("200 400 403 404 413 429 500 503 507", "401"),
     "post /reset_prefix_cache": ("200 400 413 503", "401 403"),
+    "post /flush_cache": ("200 400 413 503", "401 403"),
+    "get /server_info": ("200 400 503", "401 403"),
+    "get /get_world_size": ("200 400", "401 403"),
     "post /pause": ("200 400 413 503", "401 403"),
     "post /resume": ("200 400 413 503", "401 403"),
     "get /is_paused": ("200 400", "401 403"),
@@ -105,7 +108,14 @@ STATUSES: dict[str, tuple[str, str]] = {
 }
 
 
-WITHOUT_BODY = {"post /ping", "post /reset_prefix_cache", "post /pause", "post /resume", "post /continue_generation"}
+WITHOUT_BODY = {
+    "post /ping",
+    "post /reset_prefix_cache",
+    "post /flush_cache",
+    "post /pause",
+    "post /resume",
+    "post /continue_generation",
+}
 
 
 class TestOpenapi:
@@ -284,6 +294,9 @@ class TestOpenapi:
         }
         assert needs["control"] == {
             "post /reset_prefix_cache",
+            "post /flush_cache",
+            "get /server_info",
+            "get /get_world_size",
             "post /pause",
             "post /resume",
             "get /is_paused",
