@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-_HOPPER = (9, 0)
+HOPPER = (9, 0)
 
 
 @functools.cache
@@ -16,7 +16,7 @@ def launches_dependently(device: torch.device) -> bool:
 
     Such a kernel waits (`gdc_wait`) before it touches what an earlier kernel of its stream reads or writes.
     """
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _HOPPER
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= HOPPER
 
 
 def launch_options(device: torch.device, *, dependent: bool = True, max_registers: int | None = None) -> dict[str, Any]:

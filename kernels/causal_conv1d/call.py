@@ -11,6 +11,9 @@ from typing import Any
 
 import torch
 
+# The state line of nobody: nothing is read from it, and nothing kept in it.
+NULL_LINE = 0
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Call:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import torch
 
-from kernels.causal_conv1d.call import PrefillCall, UpdateCall
+from kernels.causal_conv1d.call import NULL_LINE, PrefillCall, UpdateCall
 from kernels.contract import Contract
 
-NULL_LINE = 0
 CONTRACT = Contract()
 
 

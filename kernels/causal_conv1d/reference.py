@@ -11,10 +11,9 @@ from itertools import pairwise
 
 import torch
 
-from kernels.causal_conv1d.call import PrefillCall, UpdateCall
+from kernels.causal_conv1d.call import NULL_LINE, PrefillCall, UpdateCall
 from kernels.contract import Contract
 
-NULL_LINE = 0
 CONTRACT = Contract()
 
 

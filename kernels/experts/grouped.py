@@ -13,10 +13,10 @@ from kernels.experts.ops import PackedExperts
 from kernels.experts.pairs import by_expert, summed
 from kernels.shapes import ProbeShapes
 from kernels.swiglu.ops import swiglu
+from kernels.triton_launch import HOPPER
 
 # Rows of what the products read start at multiples of this.
 _ALIGNED_BYTES = 16
-_HOPPER = (9, 0)
 
 
 def pack_experts(gate_up: torch.Tensor, down: torch.Tensor) -> PackedExperts:
@@ -42,7 +42,7 @@ def _refuses(shapes: ProbeShapes) -> str | None:
         return None
     if shapes.torch_dtype != torch.bfloat16:
         return f"torch multiplies groups in bfloat16 only, not in {shapes.dtype}"
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() < _HOPPER:
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < HOPPER:
         return "torch multiplies groups on GPUs of compute capability 9.0 and above"
     if any(size * shapes.torch_dtype.itemsize % _ALIGNED_BYTES for size in (shapes.hidden_size, shapes.experts[2])):
         return f"rows of {shapes.hidden_size} and {shapes.experts[2]} numbers are not aligned to {_ALIGNED_BYTES} bytes"
