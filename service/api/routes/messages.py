@@ -98,7 +98,7 @@ class MessageAnswer:
             includes_thoughts=chat.include_reasoning is not False,
         )
         self._has_calls = self._is_begun = False
-        self._end: dict[str, Any] = {"stop_reason": None, "stop_sequence": None}
+        self._last: OutputChunk | None = None
         # Of the block that is written: its index, its type, and the event of more of it.
         self._index, self._kind = -1, ""
         self._more: TextEvent | None = None
@@ -135,6 +135,9 @@ class MessageAnswer:
             self._is_begun = True
             events += [{"type": "message_start", "message": self._message([])}, _PING]
         for delta in self._deltas(piece):
+            if self._kind == "text" and self._more is not None and "content" in delta:  # as nearly all are
+                events.append(self._more(delta["content"]))
+                continue
             begun, text = self._read(delta)
             if begun is not None:
                 events += self._begin(begun)
@@ -146,7 +149,7 @@ class MessageAnswer:
     def last(self) -> Iterator[dict[str, Any]]:
         """The end of the last block and of the message."""
         yield from self._finish_block()
-        yield {"type": "message_delta", "delta": self._end, "usage": self._usage()}
+        yield {"type": "message_delta", "delta": self._end(), "usage": self._usage()}
         yield {"type": "message_stop"}
 
     def _deltas(self, piece: OutputChunk) -> list[dict[str, Any]]:
@@ -154,9 +157,8 @@ class MessageAnswer:
         reason = piece.finish_reason
         deltas = self._formatter.deltas(piece.text, is_last=reason is not None, is_cut=piece.is_cut)
         self._formatter.count(piece.text_offsets)
-        self._has_calls |= any("tool_calls" in delta for delta in deltas)
         if reason is not None:
-            self._end = _end(piece, has_calls=self._has_calls)
+            self._last = piece
         return deltas
 
     def _read(self, delta: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str]:
@@ -166,7 +168,7 @@ class MessageAnswer:
             arguments = call["function"].get("arguments") or ""
             if "id" not in call:
                 return None, arguments
-            self._kind = "tool_use"
+            self._kind, self._has_calls = "tool_use", True
             return {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": {}}, arguments
         kind, text = ("text", delta["content"]) if "content" in delta else ("thinking", delta["reasoning_content"])
         if kind == self._kind:
@@ -199,9 +201,20 @@ class MessageAnswer:
             "role": "assistant",
             "model": self.job.name,
             "content": blocks,
-            **self._end,
+            **self._end(),
             "usage": self._usage(),
         }
+
+    def _end(self) -> dict[str, Any]:
+        """Why the answer ended, once it has."""
+        reason, sequence = None, None
+        if self._last is not None and self._last.is_cut:
+            reason = "max_tokens"
+        elif self._last is not None and isinstance(self._last.stop_reason, str):
+            reason, sequence = "stop_sequence", self._last.stop_reason
+        elif self._last is not None:
+            reason = "tool_use" if self._has_calls else "end_turn"
+        return {"stop_reason": reason, "stop_sequence": sequence}
 
     def _usage(self) -> dict[str, Any]:
         num_cached = self.job.num_cached_tokens
@@ -212,14 +225,6 @@ class MessageAnswer:
             "output_tokens": self.job.num_completion_tokens,
             "output_tokens_details": {"thinking_tokens": self._formatter.num_reasoning_tokens},
         }
-
-
-def _end(piece: OutputChunk, *, has_calls: bool) -> dict[str, Any]:
-    if piece.is_cut:
-        return {"stop_reason": "max_tokens", "stop_sequence": None}
-    if isinstance(piece.stop_reason, str):
-        return {"stop_reason": "stop_sequence", "stop_sequence": piece.stop_reason}
-    return {"stop_reason": "tool_use" if has_calls else "end_turn", "stop_sequence": None}
 
 
 def _input(arguments: str) -> dict[str, Any]:
