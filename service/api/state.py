@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 from fastapi import Request
@@ -38,6 +38,15 @@ from service.text.template_worker import AdapterTemplate, TemplateWorkers
 from service.text.tokenizer import TextTokenizer
 
 
+class OpenJob(Protocol):
+    """A request whose sequences run; `request_id` is its X-Request-Id."""
+
+    request_id: str
+
+    def end_early(self) -> None:
+        """End it with what it has, and the finish_reason "abort"."""
+
+
 @dataclass
 class Services:
     """The parts behind the routers. `store` is None when LoRA is off; `templates` are the model's chat templates by
@@ -54,6 +63,7 @@ class Services:
     calls        places of what runs no sequence and takes time all the same: texts, listings, metrics. Apart from the
                  others, so that a full queue can be looked at, and looking fills no queue
     logprobs     log probabilities of answers that are not sent yet
+    open_jobs    requests whose sequences run
     pages        of listings, as they were written last
     last_used_seconds  when a request for an adapter of the store last began to run, by name
     pins_changed what is pinned may be something else than before
@@ -75,6 +85,7 @@ class Services:
     start_error: str | None = None
     started_at_seconds: int = field(default_factory=lambda: int(time.time()))
     stop: Callable[[], None] | None = None
+    open_jobs: set[OpenJob] = field(default_factory=set)
     pages: PageCache = field(default_factory=PageCache)
     template_workers: TemplateWorkers = field(default_factory=TemplateWorkers)
     last_used_seconds: dict[str, int] = field(default_factory=dict)

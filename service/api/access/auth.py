@@ -61,6 +61,8 @@ ROUTES = (
     Route("/flush_cache", "control"),
     Route("/server_info", "control"),
     Route("/get_world_size", "control"),
+    Route("/abort_requests", "control"),
+    Route("/abort_request", "control"),
     Route("/pause", "control"),
     Route("/resume", "control"),
     Route("/is_paused", "control"),

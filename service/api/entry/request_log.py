@@ -90,5 +90,6 @@ def note_job(request: Request, job: GenerationJob, names: Mapping[str, str] = Ma
         version = f"{job.record.reference}:{job.record.digest[:12]}"
         notes.fields["version"] = f"{notes.fields['version']},{version}" if "version" in notes.fields else version
     notes.jobs.append(job)
+    job.request_id = request.scope["multilora.request_id"]
     for plan in job.plans[:1]:
         notes.leave_out(names.get(name, name) for name in plan.prompt.left_out)

@@ -38,6 +38,8 @@ class GenerationJob:
         self._base_digest = services.base_digest
         self._admitted = admitted
         self._closed = False
+        self._open_jobs, self.request_id = services.open_jobs, ""
+        self._open_jobs.add(self)
         self.is_streamed = is_streamed
         self._logprob_shares = services.logprobs
         self._logprobs = LogprobBudget(services.logprobs)
@@ -166,11 +168,17 @@ class GenerationJob:
         held, self._logprobs = self._logprobs, LogprobBudget(self._logprob_shares)
         return held.release
 
+    def end_early(self) -> None:
+        """End all sequences with what they have, and the finish_reason "abort"."""
+        for run in self.runs:
+            run.end_early()
+
     def close(self, outcome: str = "abort") -> None:
         """Abort the running sequences and release everything; further calls do nothing."""
         if self._closed:
             return
         self._closed = True
+        self._open_jobs.discard(self)
         for run in self.runs:
             run.close(outcome)
             run.forget_others()

@@ -151,6 +151,18 @@ class SequenceRun:
             self._on_news()
         return piece
 
+    def end_early(self) -> None:
+        """End with what there is, and the finish_reason "abort", as if the engine had said so."""
+        if self.is_over:
+            return
+        self._has_news = True
+        try:
+            self._finish(Finished(self._plan.request_id, "abort"))
+        except Exception as error:  # raised by `take`
+            self.failure = self._told(error)
+        self._on_news()
+        self.close("abort")
+
     def close(self, outcome: str = "abort") -> None:
         """Free what the engine still holds; does nothing for a sequence that has ended."""
         if not self.is_over:

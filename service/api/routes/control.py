@@ -9,10 +9,13 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request
 
 from service.api.access.auth import caller_of
-from service.api.errors import NotReady
+from service.api.errors import BadRequest, NotReady
 from service.api.http.json_body import JsonRoute
 from service.api.openapi import errors
 from service.api.schema.control import (
+    AbortRequestRequest,
+    AbortRequestsRequest,
+    AbortResponse,
     GenerationStateResponse,
     IsPausedResponse,
     LoraConfig,
@@ -72,6 +75,29 @@ async def continue_generation(request: Request) -> GenerationStateResponse:
     """SGLang's /resume."""
     await _resume(request)
     return GenerationStateResponse(message="Generation continued successfully.", status="ok")
+
+
+@router.post("/abort_requests", responses=_ERRORS, summary="End running requests")
+async def abort_requests(request: Request, body: AbortRequestsRequest) -> AbortResponse:
+    """vLLM's: requests of this server end with what they have, and the finish_reason `abort`."""
+    return _abort(request, None if not body.request_ids else frozenset(body.request_ids))
+
+
+@router.post("/abort_request", responses=_ERRORS, summary="End a running request")
+async def abort_request(request: Request, body: AbortRequestRequest) -> AbortResponse:
+    """SGLang's /abort_requests."""
+    if not body.rid and not body.abort_all:
+        raise BadRequest("Send the request's X-Request-Id as `rid`, or `abort_all`.", param="rid")
+    return _abort(request, None if body.abort_all else frozenset([body.rid]))
+
+
+def _abort(request: Request, request_ids: frozenset[str] | None) -> AbortResponse:
+    """End these requests, or all."""
+    with _controlling(request, "abort") as services:
+        jobs = [job for job in services.open_jobs if request_ids is None or job.request_id in request_ids]
+        for job in jobs:
+            job.end_early()
+    return AbortResponse(status="aborted", aborted=len({job.request_id for job in jobs}))
 
 
 @router.get(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from service.api.schema.answers import Response
-from service.api.schema.base import Request
+from service.api.schema.base import FIRST, Request
 
 
 class PauseQuery(BaseModel):
@@ -32,6 +32,28 @@ class PauseGenerationRequest(Request):
         description="running requests end at once with the finish_reason `abort`, lose their keys and values and are "
         "computed again, or stand still with all that is computed",
     )
+
+
+class AbortRequestsRequest(Request):
+    """Body of POST /abort_requests."""
+
+    request_ids: Annotated[list[str], FIRST] | None = Field(
+        None, description="X-Request-Id of each; default, or empty: all requests"
+    )
+
+
+class AbortRequestRequest(Request):
+    """Body of POST /abort_request."""
+
+    rid: str = Field("", description="X-Request-Id of the request")
+    abort_all: bool = Field(False, description="end all requests")
+
+
+class AbortResponse(Response):
+    """Answer of POST /abort_requests and /abort_request."""
+
+    status: Literal["aborted"]
+    aborted: int = Field(description="number of requests that were ended")
 
 
 class PauseResponse(Response):

@@ -211,6 +211,24 @@ def test_abort_ends_running_requests_with_their_text_so_far(
     assert controlled.metric("multilora_num_requests_running") == 0
 
 
+def test_single_requests_are_ended_by_their_id(controlled: Controlled, clients: ThreadPoolExecutor) -> None:
+    def ask(name: str) -> httpx.Response:
+        key = {**controlled.admin, "X-Request-Id": name}
+        return controlled.call("POST", "/v1/completions", key, json={**ENDLESS, "n": 2})
+
+    asked = {name: clients.submit(ask, name) for name in ("one", "two", "three")}
+    wait_for(lambda: controlled.metric("multilora_num_requests_running") == 6, "all choices")
+    assert controlled.post("/abort_requests", {"request_ids": ["one", "nobody"]})["aborted"] == 1
+    choices = asked["one"].result().json()["choices"]
+    assert [choice["finish_reason"] for choice in choices] == ["abort", "abort"]
+    assert controlled.post("/abort_request", {"rid": "two"})["aborted"] == 1
+    assert asked["two"].result().status_code == 200
+    assert controlled.call("POST", "/abort_request", json={}).status_code == 400
+    assert not asked["three"].done()
+    assert controlled.post("/abort_requests", {}) == {"status": "aborted", "aborted": 1}
+    assert asked["three"].result().json()["choices"][0]["finish_reason"] == "abort"
+
+
 def test_pausing_twice_and_resuming_the_unpaused_change_nothing(controlled: Controlled) -> None:
     for mode in ("keep", "keep", "wait", "abort"):
         controlled.pause(mode)

@@ -93,6 +93,8 @@ STATUSES: dict[str, tuple[str, str]] = {
     "post /flush_cache": ("200 400 413 503", "401 403"),
     "get /server_info": ("200 400 503", "401 403"),
     "get /get_world_size": ("200 400", "401 403"),
+    "post /abort_requests": ("200 400 413 503", "401 403"),
+    "post /abort_request": ("200 400 413 503", "401 403"),
     "post /pause": ("200 400 413 503", "401 403"),
     "post /resume": ("200 400 413 503", "401 403"),
     "get /is_paused": ("200 400", "401 403"),
@@ -295,6 +297,8 @@ class TestOpenapi:
         assert needs["control"] == {
             "post /reset_prefix_cache",
             "post /flush_cache",
+            "post /abort_requests",
+            "post /abort_request",
             "get /server_info",
             "get /get_world_size",
             "post /pause",
