@@ -11,11 +11,12 @@ import msgspec
 from fastapi import Request
 from fastapi.responses import Response
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
+_LARGE_ANSWER_BYTES = 1 << 16
 
 
 def encode_event(data: Any) -> bytes:
@@ -61,8 +62,15 @@ class _HeldAnswer(JsonResponse):
         self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_and_wait(message: Message) -> None:
+            # The server waits for what is unsent before the next message, and for nothing after the last one.
+            if message["type"] == "http.response.body" and len(self.body) > _LARGE_ANSWER_BYTES:
+                await send({**message, "more_body": True})
+                message = {"type": "http.response.body", "body": b"", "more_body": False}
+            await send(message)
+
         try:
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, send_and_wait)
         finally:
             self._close()
 

@@ -133,3 +133,18 @@ def test_what_an_answer_that_cannot_be_written_holds_is_released() -> None:
     with pytest.raises(TypeError):
         json_answer({"tokens": object()}, lambda: released.append(True))
     assert released == [True]
+
+
+def test_what_a_long_answer_holds_is_held_until_it_is_read() -> None:
+    """The server waits for unsent output before a message, and for nothing behind the last one."""
+    released, was_read, body = [], [False], bytearray()
+    answer = json_answer({"tokens": [1] * 100_000}, lambda: released.append(True))
+
+    async def send(message: Any) -> None:
+        was_read[0] = bool(body)  # all that was sent before
+        body.extend(message.get("body", b""))
+
+    asyncio.run(answer({"type": "http", "asgi": {"spec_version": "2.4"}}, Client().receive, send))
+    assert was_read == [True]
+    assert json.loads(body) == {"tokens": [1] * 100_000}
+    assert released == [True]
