@@ -75,6 +75,7 @@ def parts(tmp_path: Path) -> Services:
             engine=Streams(),
             draining=False,
             base_digest="0",
+            open_jobs=set(),
             used=lambda _name: None,
             logprobs=logprob_shares(100_000),
         ),
