@@ -1,6 +1,6 @@
 """Tests of the single server, unchanged, through HAProxy and Ray Serve before two replicas: as many as time allows.
 
-All of them: docs/scale.md. What does not hold there, and why: `tests/support/on_ray/through_ray.py`.
+All of them: tests/ray_serve/README.md. What does not hold there, and why: `tests/support/on_ray/through_ray.py`.
 """
 
 from __future__ import annotations
