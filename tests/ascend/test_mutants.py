@@ -6,16 +6,23 @@ Hundreds are tried by `python -m tests.ascend.mutants`, which takes an hour.
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from kernels import ascend_relaunch, triton_launch
 from kernels.causal_conv1d import triton_ascend as conv
 from kernels.gated_delta import triton_ascend_decode as delta
 from kernels.gated_delta import triton_ascend_prepare as prepare
 from kernels.gated_delta import triton_ascend_walk as walk
+from kernels.lora import triton_ascend as lora_host
 from kernels.lora.ascend import kernels as lora
+from kernels.lora_window import triton_ascend as window_host
 from kernels.lora_window import triton_ascend_kernels as window
+from kernels.rotary_kv import triton_ascend as rotary_host
 from tests.ascend.gate import linalg_cpu
 from tests.ascend.mutants.__main__ import drawn
 from tests.ascend.mutants.changes import Mutant, mutants_of
@@ -131,6 +138,66 @@ MISSED = {
         found(conv, "conv_prefill", "tl.minimum(end_token, num_real_tokens)", "end_token"), "scalar loads of one core",
     ),
 }  # fmt: skip
+
+
+# Changes of what the host keeps of launches, which test_relaunch.py alone can see: an NPU's launches are made up there.
+HOST = {
+    "a launch kept for both modes": (lora_host, "sizes_of(x, out), overwrite)", "sizes_of(x, out))"),
+    "addresses kept for all groups": (lora_host, "_STEP_MAPS, group", "_STEP_MAPS, 0"),
+    "a launch kept for all numbers of segments": (lora_host, "*sizes_of(*tensors))", ")"),
+    "a linear launch kept for all strides": (
+        lora_host, "sizes_of(x, out), overwrite)", "x.shape, out.shape, out.dtype, overwrite)"
+    ),
+    "a window's launch kept for all strides": (window_host, "sizes_of(product))", "product.shape, product.dtype)"),
+    "a gate's launch kept for all strides": (
+        window_host, "sizes_of(product, out))", "sizes_of(out))"
+    ),
+    "a rotation kept for all types of weights": (rotary_host, "sizes_of(*tensors), eps", "sizes_of(*tensors[:3]), eps"),
+    "a rotation into the first call's q": (rotary_host, "following=_TENSORS[1:]", "following=_TENSORS[1:2]"),
+    "a workspace that is freed": (triton_launch, "self._outgrown.append(buffer)", "pass"),
+    "the first launch's stream for ever": (
+        ascend_relaunch, "return lambda: stream_of(device)", "return (lambda stream: lambda: stream)(stream_of(device))"
+    ),
+}  # fmt: skip
+# Imports the changed text under the module's name, then runs pytest.
+_RUN_CHANGED = """
+import sys
+from importlib.util import spec_from_file_location
+class Changed:
+    @staticmethod
+    def find_spec(name, *_):
+        return spec_from_file_location(name, sys.argv[2]) if name == sys.argv[1] else None
+sys.meta_path.insert(0, Changed)
+import pytest
+sys.exit(pytest.main(sys.argv[3:]))
+"""
+
+
+def relaunch_tests(module: ModuleType, source: str, directory: Path) -> int:
+    """Exit status of test_relaunch.py with another text of a module."""
+    changed = directory / "changed.py"
+    changed.write_text(source)
+    tests = Path(__file__).with_name("test_relaunch.py")
+    arguments = [module.__name__, str(changed), str(tests), "-q", "-x", "-p", "no:cacheprovider"]
+    return subprocess.run(
+        [sys.executable, "-c", _RUN_CHANGED, *arguments],
+        capture_output=True,
+        check=False,
+        cwd=Path(__file__).parents[2],
+    ).returncode
+
+
+def test_relaunches_are_right_where_nothing_is_changed(tmp_path: Path) -> None:
+    """What is found of mutants is not a fault of how they are tried."""
+    assert relaunch_tests(lora_host, source_of(lora_host), tmp_path) == pytest.ExitCode.OK
+
+
+@pytest.mark.parametrize("name", HOST)
+def test_a_mutant_of_a_kept_launch_is_caught(name: str, tmp_path: Path) -> None:
+    module, before, after = HOST[name]
+    source = source_of(module)
+    assert before in source
+    assert relaunch_tests(module, source.replace(before, after), tmp_path) == pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.mark.parametrize("name", MISSED)

@@ -116,7 +116,7 @@ def call(random: Random, stacks: dict[str, LoraStack], steps: dict[tuple[int, in
         steps[sizes] = replace(maps, first_rows=torch.cat((maps.first_rows, maps.first_rows + 16)))
     maps = steps[sizes]
     width = sum(b.shape[1] for b in stack.b)
-    product = torch.zeros(num_tokens, width + random.choice([64, 96]), dtype=torch.bfloat16)
+    product = torch.zeros(num_tokens, width + random.choice([64, 96]), dtype=torch.bfloat16)[:, : width + 64]
     x = torch.zeros(num_tokens, random.choice([512, 1024]), dtype=torch.bfloat16)[:, :512]
     out = torch.zeros(num_tokens, random.choice([width, 2 * width]), dtype=dtype)[:, :width]
     overwrite = random.choice([False, True])
