@@ -3,8 +3,8 @@
 `ops.py` states the semantics and has checked the calls. As many programs as the chip has vector
 cores loop over work items; an item is a block of channels of one sequence (update) or of one tile of tokens (prefill).
 Items are taken channel block by channel block, so that a program reads the taps of a block once. Every transfer is a
-contiguous row of channels, and the scalar unit reads maps only: what it must not read is left out by a branch, since a
-masked scalar load reads all the same.
+contiguous row of channels, of up to 4 KB, and the scalar unit reads maps only: what it must not read is left out by a
+branch, since a masked scalar load reads all the same.
 
 Rows are named by age, because the compiler has no tuples: w0 is the newest tap, w7 the oldest of width 8, h1 the input
 one token back. Names beyond the width stand for h1 or w0 and are never used.
@@ -33,9 +33,13 @@ NULL_LINE = tl.constexpr(0)
 SEARCH_BLOCK = tl.constexpr(128)
 WARM_UP_TOKENS = (1,)  # nothing but the form of a call is specialised
 FAR = tl.constexpr(2147483647)
-# Channels of an update's item, and how many items a core is to have for the taps that it reads.
-_UPDATE_CHANNELS = (512, 256, 128)
-_ITEMS_FOR_TAPS = 8
+# Bytes of a row of x that an item moves at once, up to width 4 and for wider taps. By the public tables of transfers
+# (tests/ascend/gate/timing.py) one of 256 bytes takes as long as one of 4 KB, so an item is as wide as the on-chip
+# memory allows, although each then reads taps that narrower ones would share.
+ROW_BYTES = 4096
+WIDE_ROW_BYTES = 2048
+# A tile reads the width - 1 tokens before it.
+SHORTEST_TILE = 8
 
 
 @triton.jit
@@ -51,12 +55,12 @@ def _row(ptr, gate_ptr, token, stride, stride_gate, channel, bound):
 @triton.jit
 def _tap(weight_ptr, age: tl.constexpr, dim, channel, bound, WIDTH: tl.constexpr):
     row = WIDTH - 1 - age
-    return tl.load(weight_ptr + row * dim + channel, mask=channel < bound, other=0.0).to(tl.float32)
+    return tl.load(weight_ptr + row * dim + channel, mask=channel < bound, other=0.0)
 
 
 @triton.jit
 def _taps(weight_ptr, bias_ptr, dim, channel, bound, WIDTH: tl.constexpr):
-    """The bias and the taps, newest first, float32 [BLOCK_D]."""
+    """The bias and the taps, newest first, [BLOCK_D] in their own type, which takes less of the chip."""
     w0 = _tap(weight_ptr, 0, dim, channel, bound, WIDTH)
     w1 = _tap(weight_ptr, 1, dim, channel, bound, WIDTH)
     w2 = w0
@@ -77,9 +81,9 @@ def _taps(weight_ptr, bias_ptr, dim, channel, bound, WIDTH: tl.constexpr):
         w6 = _tap(weight_ptr, 6, dim, channel, bound, WIDTH)
     if WIDTH > 7:
         w7 = _tap(weight_ptr, 7, dim, channel, bound, WIDTH)
-    bias = tl.zeros(channel.shape, tl.float32)
+    bias = tl.zeros(channel.shape, weight_ptr.dtype.element_ty)
     if bias_ptr is not None:
-        bias = tl.load(bias_ptr + channel, mask=channel < bound, other=0.0).to(tl.float32)
+        bias = tl.load(bias_ptr + channel, mask=channel < bound, other=0.0)
     return bias, w0, w1, w2, w3, w4, w5, w6, w7
 
 
@@ -87,21 +91,21 @@ def _taps(weight_ptr, bias_ptr, dim, channel, bound, WIDTH: tl.constexpr):
 def _output(x, bias, w0, w1, w2, w3, w4, w5, w6, w7, h1, h2, h3, h4, h5, h6, h7, SILU: tl.constexpr,
             WIDTH: tl.constexpr):  # fmt: skip
     """act(bias + taps * inputs), the bias first, then the taps, oldest first."""
-    total = bias
+    total = bias.to(tl.float32)
     if WIDTH > 7:
-        total = total + h7 * w7
+        total = total + h7 * w7.to(tl.float32)
     if WIDTH > 6:
-        total = total + h6 * w6
+        total = total + h6 * w6.to(tl.float32)
     if WIDTH > 5:
-        total = total + h5 * w5
+        total = total + h5 * w5.to(tl.float32)
     if WIDTH > 4:
-        total = total + h4 * w4
+        total = total + h4 * w4.to(tl.float32)
     if WIDTH > 3:
-        total = total + h3 * w3
+        total = total + h3 * w3.to(tl.float32)
     if WIDTH > 2:
-        total = total + h2 * w2
-    total = total + h1 * w1
-    total = total + x * w0
+        total = total + h2 * w2.to(tl.float32)
+    total = total + h1 * w1.to(tl.float32)
+    total = total + x * w0.to(tl.float32)
     if SILU:
         total = total / (1.0 + tl.exp(-total))
     return total
@@ -130,34 +134,21 @@ def _state_row(states_ptr, line, row, stride_line, stride_row, channel, bound):
 
 
 @triton.jit
-def _history(states_ptr, line, newest, stride_line, stride_row, channel, bound, WIDTH: tl.constexpr):
-    """Rows newest, newest - 1, ... of a state line, float32. The oldest is read first, as states are written later."""
+def _shifted(row, h1, h2, h3, h4, h5, h6, h7, WIDTH: tl.constexpr):
+    """The history once another row has followed."""
     if WIDTH > 7:
-        h7 = _state_row(states_ptr, line, newest - 6, stride_line, stride_row, channel, bound)
+        h7 = h6
     if WIDTH > 6:
-        h6 = _state_row(states_ptr, line, newest - 5, stride_line, stride_row, channel, bound)
+        h6 = h5
     if WIDTH > 5:
-        h5 = _state_row(states_ptr, line, newest - 4, stride_line, stride_row, channel, bound)
+        h5 = h4
     if WIDTH > 4:
-        h4 = _state_row(states_ptr, line, newest - 3, stride_line, stride_row, channel, bound)
+        h4 = h3
     if WIDTH > 3:
-        h3 = _state_row(states_ptr, line, newest - 2, stride_line, stride_row, channel, bound)
+        h3 = h2
     if WIDTH > 2:
-        h2 = _state_row(states_ptr, line, newest - 1, stride_line, stride_row, channel, bound)
-    h1 = _state_row(states_ptr, line, newest, stride_line, stride_row, channel, bound)
-    if WIDTH <= 2:
         h2 = h1
-    if WIDTH <= 3:
-        h3 = h1
-    if WIDTH <= 4:
-        h4 = h1
-    if WIDTH <= 5:
-        h5 = h1
-    if WIDTH <= 6:
-        h6 = h1
-    if WIDTH <= 7:
-        h7 = h1
-    return h1, h2, h3, h4, h5, h6, h7
+    return row, h2, h3, h4, h5, h6, h7
 
 
 @triton.jit
@@ -187,8 +178,8 @@ def _past(age: tl.constexpr, h1, h2, h3, h4, h5, h6, h7):
 
 _UPDATE = ["x_ptr", "weight_ptr", "bias_ptr", "states_ptr", "gate_in_ptr", "gate_out_ptr", "out_ptr", "starts_ptr",
            "lines_ptr", "sources_ptr", "accepted_ptr", "source_block_ptr", "last_block_ptr", "num_tokens",
-           "num_sequences", "tokens_each", "pad_slot", "stride_lines", "dim", "block_channels", "stride_x",
-           "stride_gate_in", "stride_gate_out", "stride_out", "stride_line", "stride_row"]  # fmt: skip
+           "num_sequences", "tokens_each", "pad_slot", "stride_lines", "dim", "stride_x", "stride_gate_in",
+           "stride_gate_out", "stride_out", "stride_line", "stride_row"]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_UPDATE)
@@ -212,7 +203,6 @@ def conv_update(
     pad_slot,
     stride_lines,
     dim,
-    block_channels,  # of an item, at most BLOCK_D
     stride_x,
     stride_gate_in,
     stride_gate_out,
@@ -224,14 +214,13 @@ def conv_update(
     IN_PLACE: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    num_items = tl.cdiv(dim, block_channels) * num_sequences
+    num_items = tl.cdiv(dim, BLOCK_D) * num_sequences
     share = tl.cdiv(num_items, tl.num_programs(0))
     first_item = tl.program_id(0) * share
     last_item = tl.minimum(first_item + share, num_items)
     for block in range(first_item // num_sequences, tl.cdiv(last_item, num_sequences)):
-        channel = block * block_channels + tl.arange(0, BLOCK_D)
-        bound = tl.minimum((block + 1) * block_channels, dim)
-        bias, w0, w1, w2, w3, w4, w5, w6, w7 = _taps(weight_ptr, bias_ptr, dim, channel, bound, WIDTH)
+        channel = block * BLOCK_D + tl.arange(0, BLOCK_D)
+        bias, w0, w1, w2, w3, w4, w5, w6, w7 = _taps(weight_ptr, bias_ptr, dim, channel, dim, WIDTH)
         for sequence in range(tl.maximum(first_item - block * num_sequences, 0),
                               tl.minimum(last_item - block * num_sequences, num_sequences)):  # fmt: skip
             start = sequence * tokens_each
@@ -251,8 +240,12 @@ def conv_update(
                 first_row = 0
                 if accepted_ptr is not None:
                     first_row = tl.load(accepted_ptr + sequence) - 1
-                h1, h2, h3, h4, h5, h6, h7 = _history(states_ptr, source.to(tl.int64), first_row + WIDTH - 2,
-                                                      stride_line, stride_row, channel, bound, WIDTH)  # fmt: skip
+                h1 = tl.zeros(channel.shape, tl.float32)
+                h2, h3, h4, h5, h6, h7 = h1, h1, h1, h1, h1, h1
+                for row in range(WIDTH - 1):
+                    past = _state_row(states_ptr, source.to(tl.int64), first_row + row, stride_line, stride_row,
+                                      channel, dim)  # fmt: skip
+                    h1, h2, h3, h4, h5, h6, h7 = _shifted(past, h1, h2, h3, h4, h5, h6, h7, WIDTH)
                 target = source
                 is_kept = True
                 if lines_ptr is not None:
@@ -267,51 +260,39 @@ def conv_update(
                         for row in tl.static_range(WIDTH - 2):
                             kept = _past(WIDTH - 2 - row, h1, h2, h3, h4, h5, h6, h7)
                             _store_state(kept, states_ptr, target.to(tl.int64), row, stride_line, stride_row, channel,
-                                         bound)  # fmt: skip
+                                         dim)  # fmt: skip
                 for index in range(length):
                     token = start + index
-                    x = _row(x_ptr, gate_in_ptr, token, stride_x, stride_gate_in, channel, bound)
+                    x = _row(x_ptr, gate_in_ptr, token, stride_x, stride_gate_in, channel, dim)
                     total = _output(x, bias, w0, w1, w2, w3, w4, w5, w6, w7, h1, h2, h3, h4, h5, h6, h7, SILU, WIDTH)
-                    _store_output(total, out_ptr, gate_out_ptr, token, stride_out, stride_gate_out, channel, bound)
+                    _store_output(total, out_ptr, gate_out_ptr, token, stride_out, stride_gate_out, channel, dim)
                     if accepted_ptr is not None:
                         if is_kept:
                             _store_state(x, states_ptr, target.to(tl.int64), WIDTH - 2 + index, stride_line,
-                                         stride_row, channel, bound)  # fmt: skip
-                    if WIDTH > 7:
-                        h7 = h6
-                    if WIDTH > 6:
-                        h6 = h5
-                    if WIDTH > 5:
-                        h5 = h4
-                    if WIDTH > 4:
-                        h4 = h3
-                    if WIDTH > 3:
-                        h3 = h2
-                    if WIDTH > 2:
-                        h2 = h1
-                    h1 = x
+                                         stride_row, channel, dim)  # fmt: skip
+                    h1, h2, h3, h4, h5, h6, h7 = _shifted(x, h1, h2, h3, h4, h5, h6, h7, WIDTH)
                 if accepted_ptr is None:
                     if is_kept:
                         for row in tl.static_range(WIDTH - 1):
                             kept = _past(WIDTH - 1 - row, h1, h2, h3, h4, h5, h6, h7)
                             _store_state(kept, states_ptr, target.to(tl.int64), row, stride_line, stride_row, channel,
-                                         bound)  # fmt: skip
+                                         dim)  # fmt: skip
             if not IN_PLACE:
                 if is_live == 0:
-                    _zero_rows(out_ptr, start, start + length, stride_out, channel, bound)
+                    _zero_rows(out_ptr, start, start + length, stride_out, channel, dim)
                 if starts_ptr is not None:
                     if sequence == num_sequences - 1:
-                        _zero_rows(out_ptr, start + length, num_tokens, stride_out, channel, bound)
+                        _zero_rows(out_ptr, start + length, num_tokens, stride_out, channel, dim)
 
 
 @triton.jit
-def _before(age: tl.constexpr, x_ptr, gate_in_ptr, states_ptr, token, line, stride_x, stride_gate_in, stride_line,
+def _before(age, x_ptr, gate_in_ptr, states_ptr, token, line, stride_x, stride_gate_in, stride_line,
             stride_row, channel, x_bound, state_bound, WIDTH: tl.constexpr):  # fmt: skip
     """The row of that age before a token: an input or a row of the state, whichever has a bound other than 0."""
     row = _row(x_ptr, gate_in_ptr, tl.maximum(token - age, 0), stride_x, stride_gate_in, channel, x_bound)
     if states_ptr is not None:
         past = _state_row(states_ptr, line, WIDTH - 1 - age, stride_line, stride_row, channel, state_bound)
-        row = tl.where(channel < x_bound, row, past)  # a sum would make +0 of -0
+        row = tl.where(x_bound > 0, row, past)  # a sum would make +0 of -0
     return row
 
 
@@ -330,7 +311,7 @@ def _copy_state(states_ptr, target, source, end, start, x_ptr, gate_in_ptr, stri
         old_row = tl.maximum(tl.minimum(token - start + WIDTH - 1, WIDTH - 2), 0)
         past = _state_row(states_ptr, source, old_row, stride_line, stride_row, channel,
                           tl.where(is_input, 0, state_bound))  # fmt: skip
-        kept = tl.where(channel < x_bound, kept, past)
+        kept = tl.where(is_input, kept, past)
         _store_state(kept, states_ptr, target, row, stride_line, stride_row, channel, dim)
 
 
@@ -424,56 +405,19 @@ def conv_prefill(
                     if initial_ptr is not None:
                         state_bound = tl.where(tl.load(initial_ptr + sequence) != 0, dim, 0)
                     head_bound = tl.where(is_head, state_bound, 0)
-                    if WIDTH > 7:
-                        h7 = _before(7, x_ptr, gate_in_ptr, states_ptr, walk_start, line, stride_x, stride_gate_in,
-                                     stride_line, stride_row, channel, x_bound, head_bound, WIDTH)  # fmt: skip
-                    if WIDTH > 6:
-                        h6 = _before(6, x_ptr, gate_in_ptr, states_ptr, walk_start, line, stride_x, stride_gate_in,
-                                     stride_line, stride_row, channel, x_bound, head_bound, WIDTH)  # fmt: skip
-                    if WIDTH > 5:
-                        h5 = _before(5, x_ptr, gate_in_ptr, states_ptr, walk_start, line, stride_x, stride_gate_in,
-                                     stride_line, stride_row, channel, x_bound, head_bound, WIDTH)  # fmt: skip
-                    if WIDTH > 4:
-                        h4 = _before(4, x_ptr, gate_in_ptr, states_ptr, walk_start, line, stride_x, stride_gate_in,
-                                     stride_line, stride_row, channel, x_bound, head_bound, WIDTH)  # fmt: skip
-                    if WIDTH > 3:
-                        h3 = _before(3, x_ptr, gate_in_ptr, states_ptr, walk_start, line, stride_x, stride_gate_in,
-                                     stride_line, stride_row, channel, x_bound, head_bound, WIDTH)  # fmt: skip
-                    if WIDTH > 2:
-                        h2 = _before(2, x_ptr, gate_in_ptr, states_ptr, walk_start, line, stride_x, stride_gate_in,
-                                     stride_line, stride_row, channel, x_bound, head_bound, WIDTH)  # fmt: skip
-                    h1 = _before(1, x_ptr, gate_in_ptr, states_ptr, walk_start, line, stride_x, stride_gate_in,
-                                 stride_line, stride_row, channel, x_bound, head_bound, WIDTH)  # fmt: skip
-                    if WIDTH <= 2:
-                        h2 = h1
-                    if WIDTH <= 3:
-                        h3 = h1
-                    if WIDTH <= 4:
-                        h4 = h1
-                    if WIDTH <= 5:
-                        h5 = h1
-                    if WIDTH <= 6:
-                        h6 = h1
-                    if WIDTH <= 7:
-                        h7 = h1
+                    h1 = tl.zeros(channel.shape, tl.float32)
+                    h2, h3, h4, h5, h6, h7 = h1, h1, h1, h1, h1, h1
+                    for row in range(HALO):
+                        past = _before(HALO - row, x_ptr, gate_in_ptr, states_ptr, walk_start, line, stride_x,
+                                       stride_gate_in, stride_line, stride_row, channel, x_bound, head_bound,
+                                       WIDTH)  # fmt: skip
+                        h1, h2, h3, h4, h5, h6, h7 = _shifted(past, h1, h2, h3, h4, h5, h6, h7, WIDTH)
                     for token in range(walk_start, walk_end):
                         x = _row(x_ptr, gate_in_ptr, token, stride_x, stride_gate_in, channel, dim)
                         total = _output(x, bias, w0, w1, w2, w3, w4, w5, w6, w7, h1, h2, h3, h4, h5, h6, h7, SILU,
                                         WIDTH)  # fmt: skip
                         _store_output(total, out_ptr, gate_out_ptr, token, stride_out, stride_gate_out, channel, dim)
-                        if WIDTH > 7:
-                            h7 = h6
-                        if WIDTH > 6:
-                            h6 = h5
-                        if WIDTH > 5:
-                            h5 = h4
-                        if WIDTH > 4:
-                            h4 = h3
-                        if WIDTH > 3:
-                            h3 = h2
-                        if WIDTH > 2:
-                            h2 = h1
-                        h1 = x
+                        h1, h2, h3, h4, h5, h6, h7 = _shifted(x, h1, h2, h3, h4, h5, h6, h7, WIDTH)
                     if states_ptr is not None:
                         if is_head:
                             target = line
@@ -555,14 +499,16 @@ CONTRACT = Contract(warm_up=warm_up, compiled_count=compiled_count, replayable=T
 def plan_prefill(call: PrefillCall) -> ConvLaunch:
     """The launch of a prefill with at least one token and one sequence; looks at sizes, never at values."""
     num_cores = in_use(call.x.device).num_cores
-    block = _prefill_block(call.dim, call.width)
+    block = _num_channels(call)
     arguments = kernel_arguments(call)
     if call.is_in_place:
         copy = call.x.clone()
         arguments |= {"x_ptr": copy, "stride_x": copy.stride(0)}
+    # One tile for each core that a block of channels has: a longer one takes longer, a shorter one reads back more.
+    num_tiles = max(1, num_cores // triton.cdiv(call.dim, block))
     arguments |= {
         "initial_ptr": None if call.has_initial_state is None else call.has_initial_state.view(torch.int8),
-        "tile_tokens": _tile_tokens(triton.cdiv(call.dim, block) * call.num_tokens, num_cores),
+        "tile_tokens": max(SHORTEST_TILE, triton.cdiv(call.num_tokens, num_tiles)),
         "BLOCK_D": block,
     }
     return ConvLaunch(conv_prefill, (num_cores,), arguments)
@@ -570,28 +516,14 @@ def plan_prefill(call: PrefillCall) -> ConvLaunch:
 
 def plan_update(call: UpdateCall) -> ConvLaunch:
     """The launch of an update with at least one token and one sequence; looks at sizes, never at values."""
-    num_cores = in_use(call.x.device).num_cores
-    block = min(_UPDATE_CHANNELS[0], triton.next_power_of_2(call.dim))
     arguments = kernel_arguments(call) | {
         "tokens_each": 1 if call.x.dim() == 2 else call.x.shape[1],
-        "block_channels": min(block, _update_channels(call.dim, call.num_sequences, num_cores)),
-        "BLOCK_D": block,
+        "BLOCK_D": _num_channels(call),
     }
-    return ConvLaunch(conv_update, (num_cores,), arguments)
+    return ConvLaunch(conv_update, (in_use(call.x.device).num_cores,), arguments)
 
 
-def _update_channels(dim: int, num_sequences: int, num_cores: int) -> int:
-    """Channels of an update's item: long transfers, but few taps for a core beside its items."""
-    wanted = _ITEMS_FOR_TAPS * num_cores
-    found = (channels for channels in _UPDATE_CHANNELS if triton.cdiv(dim, channels) * num_sequences >= wanted)
-    return next(found, _UPDATE_CHANNELS[-1])
-
-
-def _prefill_block(dim: int, width: int) -> int:
-    """Channels of a prefill's item: as many as its rows of history and taps leave room for on the chip."""
-    return min(512 if width <= 4 else 256, triton.next_power_of_2(dim))
-
-
-def _tile_tokens(num_items: int, num_cores: int) -> int:
-    """Tokens of a prefill tile, given items of one token: long, as a tile reads back, but an item for every core."""
-    return next((tokens for tokens in (256, 128, 64, 32) if num_items >= tokens * num_cores), 16)
+def _num_channels(call: PrefillCall | UpdateCall) -> int:
+    """Channels of an item, a power of two: rows as long as the on-chip memory has room for."""
+    row_bytes = ROW_BYTES if call.width <= 4 else WIDE_ROW_BYTES
+    return min(row_bytes // max(call.x.element_size(), call.weight.element_size()), triton.next_power_of_2(call.dim))

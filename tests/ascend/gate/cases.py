@@ -29,6 +29,7 @@ class Launch:
     max_traffic    how many times the minimum may be moved
     minimum_load_bytes  what must be read at least; None where reads are not judged by themselves
     max_load_traffic    how many times that may be read
+    max_transfers    how many transfers, long and short ones; None where they are not judged
     max_scalar_loads    of one core, over all its work items; None where these are not judged by their sum
     tolerance      absolute and relative
     exact          outputs that must hold these very bits
@@ -43,6 +44,7 @@ class Launch:
     minimum_load_bytes: int | None = None
     max_traffic: float = MAX_TRAFFIC
     max_load_traffic: float = MAX_TRAFFIC
+    max_transfers: int | None = None
     max_scalar_loads: int | None = None
     tolerance: tuple[float, float] = (1e-5, 1e-5)
     exact: frozenset[str] = frozenset()

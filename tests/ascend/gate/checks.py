@@ -71,7 +71,7 @@ def check_scalars(launch: Launch, counts: simulator.Counts) -> None:
 
 
 def check_traffic(launch: Launch, counts: simulator.Counts) -> None:
-    """Rule 4: bytes moved between global memory and the chip, both ways, in pieces of 128 bytes."""
+    """Rule 4: bytes moved between global memory and the chip, both ways, in pieces of 128 bytes; and transfers."""
     loaded = counts.total("load_bytes")
     moved = loaded + counts.total("store_bytes")
     for action, num_bytes, minimum, allowed in (
@@ -80,6 +80,9 @@ def check_traffic(launch: Launch, counts: simulator.Counts) -> None:
     ):
         if minimum is not None and num_bytes > allowed * minimum:
             raise GateError(f"{num_bytes} bytes {action}, {num_bytes / minimum:.2f} x the minimum of {minimum}")
+    transfers = counts.total("short_transfers") + counts.total("long_transfers")
+    if launch.max_transfers is not None and transfers > launch.max_transfers:
+        raise GateError(f"{transfers} transfers; {launch.max_transfers} are allowed")
 
 
 def check_values(launch: Launch) -> None:

@@ -9,7 +9,7 @@ _BEYOND = "the compiler drops a row or tap beyond the width: no output reads it"
 # (function, before, after) -> reason.
 EQUIVALENT: dict[tuple[str, str, str], str] = {
     (function, f"WIDTH > {width}", f"WIDTH >= {width}"): _BEYOND
-    for function in ("_history", "_taps", "conv_update", "conv_prefill")
+    for function in ("_shifted", "_taps")
     for width in range(2, 8)
 }
 EQUIVALENT |= {
