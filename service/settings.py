@@ -138,7 +138,7 @@ class Settings(BaseSettings):
     prefix_cache: bool | None = Field(
         None,
         description="keep keys and values of past requests for requests that begin alike; default: yes, on an NPU no; "
-        "models with convolution or delta-net states compute every prompt either way; --no-prefix-cache turns it off",
+        "--no-prefix-cache turns it off",
     )
     prefix_cache_scope: Literal["tenant", "server"] = Field(
         "tenant",
@@ -166,6 +166,11 @@ class Settings(BaseSettings):
         None,
         description="size of convolution and delta-net states, allocated once; default: one line for each of "
         "max-sequences",
+    )
+    state_cache_bytes: Size | None = Field(
+        None,
+        description="size of the states that the prefix cache keeps of models with convolutions or delta nets, "
+        "allocated once; 0: such models compute every prompt; default: a sixth of kv-bytes",
     )
     adapter_row_bytes: Size | None = Field(
         None,
@@ -383,6 +388,7 @@ class Settings(BaseSettings):
                 block_size_tokens=self.block_size_tokens,
                 kv_bytes=_plain(self.kv_bytes),
                 state_bytes=_plain(self.state_bytes),
+                state_cache_bytes=_plain(self.state_cache_bytes),
                 row_bytes=_plain(self.adapter_row_bytes),
                 side_bytes=_plain(self.adapter_side_bytes),
                 host_tier_bytes=int(self.host_tier_bytes),

@@ -44,16 +44,17 @@ import torch
 from adapters.memory.row_pool import PoolUsage
 from service.engine.grammar.compiled_grammars import Worker
 from service.engine.grammar.grammar_sequences import GrammarSequences
-from service.engine.ipc.config import EngineConfig
+from service.engine.ipc.config import EngineConfig, has_prefix_cache
 from service.engine.ipc.messages import Abort, Evict, Load, OpInUse, Pin, Ready, ResetPrefixCache, Stats, Submit
 from service.engine.loras.interfaces import HostSource, Loader, Rows
 from service.engine.loras.prefetch import AdapterLoads
-from service.engine.model.runner import Capacity, Runner
+from service.engine.model.runner import Runner
 from service.engine.pauses import Pauses
 from service.engine.requests import Event, Requests
 from service.engine.scheduling.kv_blocks import BlockPool
 from service.engine.scheduling.prefix_cache import CacheCounts, PrefixCache
 from service.engine.scheduling.scheduler import Scheduler
+from service.engine.scheduling.state_lines import StateLines
 from service.engine.sequences.sequence import Sequence
 from service.engine.sequences.slots import Slots
 from service.engine.step.launcher import StepLauncher
@@ -107,15 +108,16 @@ class Engine:
             rows, host, loader, max_loads_ahead=config.max_loads_ahead, wake=self.wake.set
         )
         self.blocks = BlockPool(capacity.num_blocks)
+        self.slots, self.lines = Slots(capacity.num_slots), StateLines(capacity.num_lines, capacity.num_slots)
         self.cache = PrefixCache(
             self.blocks,
+            self.lines,
             block_size_tokens=config.block_size_tokens,
             token_budget=config.token_budget,
-            is_on=_has_prefix_cache(config, capacity),
+            is_on=has_prefix_cache(config) and (not capacity.has_conv or self.lines.most_kept > 0),
             is_shared=config.prefix_cache_scope == "server",
             rope_class=capacity.rope_class,
         )
-        self.slots, self.lines = Slots(capacity.num_slots), Slots(capacity.num_lines)
         self.scheduler = Scheduler(
             self.blocks,
             self.cache,
@@ -260,8 +262,8 @@ class Engine:
             num_running=len(self.scheduler.running),
             kv_blocks_used=self.blocks.num_used,
             kv_blocks_total=self.blocks.capacity,
-            state_lines_used=self.lines.num_used if has_states else 0,
-            state_lines_total=self.lines.capacity if has_states else 0,
+            state_lines_used=self.lines.num_used - self.lines.num_kept if has_states else 0,
+            state_lines_total=self.slots.capacity if has_states else 0,
             rows_used=usage.rows_used,
             rows_total=usage.rows_total,
             row_bytes_used=usage.bytes_used,
@@ -283,6 +285,8 @@ class Engine:
             prefix_cache_hit_tokens=self.cache.counts.hit_tokens,
             prefix_cache_resumed_tokens=self.cache.counts.resumed_tokens,
             prefix_cache_idle_blocks=self.cache.trie.num_idle,
+            prefix_cache_states=self.lines.num_kept,
+            prefix_cache_evicted_states=self.lines.num_evicted,
             prefix_cache_evicted_blocks=self.cache.trie.num_evicted,
             num_steps_replayed=self.runner.captured.num_replayed,
             num_steps_eager=dict(self.runner.captured.eager),
@@ -388,10 +392,3 @@ class Engine:
         now = time.perf_counter()
         self.records.add(step.record, (now - max(step.launched_at, self._collected_at)) * 1e3)
         self._collected_at = now
-
-
-def _has_prefix_cache(config: EngineConfig, capacity: Capacity) -> bool:
-    """Models with states compute every prompt: a state is known at the end of a sequence alone. The copies of blocks
-    were never tried on an NPU."""
-    is_wanted = capacity.device.type != "npu" if config.prefix_cache is None else config.prefix_cache
-    return is_wanted and not capacity.has_conv

@@ -216,7 +216,9 @@ def test_the_start_says_what_it_chose_and_what_would_change_it() -> None:
         "--adapter-row-bytes 13.2 GiB (2,695 rows: 168 adapters of rank 16 everywhere); "
         "name any of them to change it, and the others follow"
     )
-    all_given = options(token_budget=8, max_sequences=8, block_size_tokens=16, kv_bytes=MIB, row_bytes=0)
+    all_given = options(
+        token_budget=8, max_sequences=8, block_size_tokens=16, kv_bytes=MIB, row_bytes=0, state_cache_bytes=0
+    )
     assert len(sentences(all_given, decide_budgets(all_given, TINY, "cpu", GIB), TINY, "cpu", GIB)) == 2
 
 
@@ -230,3 +232,13 @@ def test_free_memory_is_read_when_the_probe_s_is_given_back(reads: list[int], nu
     values = iter(reads)
     assert settled(lambda: next(values), waits.append) == found
     assert len(waits) == num_waits and sum(waits) <= 2.01
+
+
+def test_states_of_the_prefix_cache_have_a_sixth_of_the_blocks_bytes() -> None:
+    for kind in ("cpu", "cuda"):
+        decided = decide_budgets(options(), TINY, kind, GIB)
+        assert decided.state_cache_bytes == pytest.approx(decided.kv_bytes / 6, rel=0.2)
+        assert decide_budgets(options(kv_bytes=6 * MIB), TINY, kind, GIB).state_cache_bytes == MIB
+        for fields in ({"prefix_cache": False}, {"state_cache_bytes": 0}):
+            assert decide_budgets(options(**fields), TINY, kind, GIB).state_cache_bytes == 0
+    assert decide_budgets(options(), TINY, "npu", GIB).state_cache_bytes == 0

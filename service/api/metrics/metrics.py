@@ -50,6 +50,7 @@ _STATS_GAUGES = (
     ("kv_blocks_used", "kv_blocks_used", "KV blocks in use."),
     ("kv_blocks_total", "kv_blocks_total", "KV blocks there are."),
     ("prefix_cache_idle_blocks", "prefix_cache_idle_blocks", "Free KV blocks that prompts can begin with."),
+    ("prefix_cache_states", "prefix_cache_states", "States that prompts can begin with."),
     ("state_lines_used", "state_lines_used", "Conv-state lines in use."),
     ("state_lines_total", "state_lines_total", "Conv-state lines there are."),
     ("adapter_rows_used", "rows_used", "Adapter rows in use on the device."),
@@ -69,6 +70,7 @@ _STATS_COUNTERS = (
         "Tokens that the prefix cache had when preempted sequences went on.",
     ),
     ("prefix_cache_evicted_blocks", "prefix_cache_evicted_blocks", "Blocks that the prefix cache lost to others."),
+    ("prefix_cache_evicted_states", "prefix_cache_evicted_states", "States that the prefix cache lost to others."),
     ("adapter_loads", "num_adapter_loads", "Adapters loaded onto the device."),
     ("adapter_evictions", "num_adapter_evictions", "Adapters that left the device."),
     (

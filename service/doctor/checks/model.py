@@ -172,6 +172,7 @@ def _compare_memory(section: Section, examination: Examination, weight_bytes: in
     if config is None:
         return
     needed = weight_bytes + config.kv_bytes + config.row_bytes + config.side_bytes + (config.state_bytes or 0)
+    needed += config.state_cache_bytes
     section.facts["planned_bytes"] = needed
     if free is not None and needed > free:
         section.find(

@@ -27,6 +27,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     block_size_tokens           tokens per KV block; None: `default_block_size_tokens` of the device
     kv_bytes                    KV cache, allocated once
     state_bytes                 lines of state, allocated once; None: one line for each of max_sequences
+    state_cache_bytes           further lines, whose states the prefix cache keeps, allocated once; None: a sixth of
+                                kv_bytes, and of the memory that is for both
     row_bytes                   LoRA rows on the device, allocated once; 0: LoRA is off
     side_bytes                  what adapters have on the device beside rows, allocated once: magnitudes, biases, norms,
                                 embeddings and heads of their own; 0: those that have such are refused
@@ -58,6 +60,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     block_size_tokens: int | None = None
     kv_bytes: int | None = None
     state_bytes: int | None = None
+    state_cache_bytes: int | None = None
     row_bytes: int | None = None
     side_bytes: int | None = None
     host_tier_bytes: int = 1024 * MIB
@@ -86,8 +89,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}.")
-        if min(self.row_bytes or 0, self.side_bytes or 0, self.host_tier_bytes) < 0:
-            raise ValueError("row_bytes, side_bytes and host_tier_bytes must not be negative.")
+        if min(self.row_bytes or 0, self.side_bytes or 0, self.host_tier_bytes, self.state_cache_bytes or 0) < 0:
+            raise ValueError("row_bytes, side_bytes, host_tier_bytes and state_cache_bytes must not be negative.")
         # Each running sequence can then always get its decode token, and one of them a prefill token.
         if self.token_budget and self.max_sequences and self.token_budget < self.max_sequences:
             raise ValueError(
@@ -106,6 +109,14 @@ class EngineConfig(EngineOptions, frozen=True, kw_only=True):
     kv_bytes: int = 512 * MIB
     row_bytes: int = 512 * MIB
     side_bytes: int = 0
+    state_cache_bytes: int = 0
+
+
+def has_prefix_cache(options: EngineOptions, device_type: str | None = None) -> bool:
+    """Whether prefixes are kept, on this kind of device or that of the options. Copies of blocks were never tried on an
+    NPU."""
+    device_type = device_type or options.device.partition(":")[0]
+    return device_type != "npu" if options.prefix_cache is None else options.prefix_cache
 
 
 def default_block_size_tokens(device: str) -> int:

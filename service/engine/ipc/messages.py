@@ -233,12 +233,14 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     num_lora_op_calls: int
     is_paused: bool = False
     # Tokens of prompts that were looked up in the prefix cache, those that it had, and those that it had when preempted
-    # requests went on; its idle blocks, which count as free, and blocks that it has lost to others.
+    # requests went on; its idle blocks, which count as free, blocks that it has lost to others, and states likewise.
     prefix_cache_queried_tokens: int = 0
     prefix_cache_hit_tokens: int = 0
     prefix_cache_resumed_tokens: int = 0
     prefix_cache_idle_blocks: int = 0
     prefix_cache_evicted_blocks: int = 0
+    prefix_cache_states: int = 0
+    prefix_cache_evicted_states: int = 0
     # How steps were run: replayed from a graph, or otherwise, by the reason.
     num_steps_replayed: int = 0
     num_steps_eager: dict[str, int] = {}

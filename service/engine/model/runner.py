@@ -15,7 +15,7 @@ from adapters.layout import NON_LORA_GROUPS
 from kernels.platform import Platform
 from kernels.row_scatter import ops as row_scatter_ops
 from kernels.sampling import ops as sampling_ops
-from service.engine.ipc.config import EngineConfig
+from service.engine.ipc.config import EngineConfig, has_prefix_cache
 from service.engine.model.cuda_graphs import CudaGraphs
 from service.engine.model.graphs import HIDDEN, CapturedSteps, Graphs, unreplayable_ops
 from service.engine.model.padding import Padding, StepSizes, from_python_on_npu, padded_tokens
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """The model and its caches in numbers. num_blocks, num_slots and num_lines include the null one of each.
+    """The model and its caches in numbers. num_blocks, num_slots and num_lines include the null one of each;
+    lines beyond the slots are the prefix cache's.
 
     max_blocks                        of one sequence
     num_groups, non_lora_groups           see `RowPlan.groups`, and where among them what is no row stands
@@ -253,6 +254,10 @@ def capacity_of(loaded: LoadedModel, config: EngineConfig, platform: Platform) -
                 f"The state budget of {config.state_bytes} bytes holds no line of state, one of which takes "
                 f"{line_bytes} bytes; raise --state-bytes."
             )
+    num_kept = 0
+    if spec.has_states and has_prefix_cache(config, platform.device):
+        # A state belongs to a block: more than there are blocks could not be kept.
+        num_kept = min(config.state_cache_bytes // state_bytes_per_line(spec, loaded.dtype), num_blocks)
     context = spec.context_tokens
     if config.max_model_len_tokens is not None:
         context = min(config.max_model_len_tokens, spec.longest_context_tokens)
@@ -268,7 +273,7 @@ def capacity_of(loaded: LoadedModel, config: EngineConfig, platform: Platform) -
         num_blocks=1 + num_blocks,
         max_blocks=-(-longest // config.block_size_tokens),
         num_slots=1 + num_slots,
-        num_lines=1 + num_slots,
+        num_lines=1 + num_slots + num_kept,
         has_conv=spec.has_states,
         num_groups=len(loaded.layout.groups) + len(non_lora_groups),
         non_lora_groups=non_lora_groups,

@@ -11,6 +11,11 @@ that it publishes, also where it has computed a second copy of one. Nothing foun
 sequence is looked up in each step that could admit it. Behind the last full block, tokens that a running sequence has
 computed of its last block are found too, and that block is copied.
 
+Where the model has states, a prefix is found as far as a state was kept (`state_lines.py`), and its blocks behind that
+are computed a second time. States are kept where a later request is known to want one: where one begins that goes on
+like this one (the blocks are found and no state), and where one waits for this one. A chunk ends there. Others are kept
+where a chunk happens to end with a block.
+
 A sequence whose prompt another one is just computing *awaits* it, for a bounded number of steps.
 
 Host time: one look-up in a dict for a block that is found or published, nothing for a token within a block.
@@ -25,7 +30,8 @@ import numpy as np
 
 from service.engine.scheduling.kv_blocks import BlockPool
 from service.engine.scheduling.prefix_trie import Node, PrefixTrie, Scope
-from service.engine.sequences.sequence import NEVER, Sequence
+from service.engine.scheduling.state_lines import StateLines
+from service.engine.sequences.sequence import NEVER, Sequence, num_equal, same_until
 
 # Steps that a prefix is awaited for: so many, and so many times those that the sequence's own prompt takes.
 _AWAITED_STEPS, _AWAITED_TIMES = 16, 4
@@ -59,11 +65,14 @@ class _Way:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """blocks: of the first tokens. source: the block that begins with the rest of `num_tokens`, to be copied, or 0."""
+    """blocks: of the first tokens. source: the block that begins with the rest of `num_tokens`, to be copied, or 0.
+    state_of: the node whose state was kept. known: the node and the tokens up to which blocks are known without one."""
 
     blocks: list[int]
     num_tokens: int
     source: int = 0
+    state_of: Node | None = None
+    known: tuple[Node, int] | None = None
 
 
 @dataclass(slots=True)
@@ -79,6 +88,7 @@ class CacheCounts:
 class PrefixCache:
     """See the module's docstring.
 
+    lines        of states; a model without any keeps none, and finds blocks alone
     is_on        else nothing is found
     is_shared    tenants share prefixes
     rope_class   of a request's length limit: requests of one class rotate alike
@@ -87,6 +97,7 @@ class PrefixCache:
     def __init__(
         self,
         blocks: BlockPool,
+        lines: StateLines,
         *,
         block_size_tokens: int,
         token_budget: int,
@@ -95,7 +106,8 @@ class PrefixCache:
         rope_class: Callable[[int], tuple[int, ...]] = lambda _limit: (),
     ) -> None:
         self.counts = CacheCounts()
-        self.trie = PrefixTrie()
+        self.lines = lines
+        self.trie = PrefixTrie(lambda node: self.lines.drop(node))
         self._blocks = blocks
         self._block_size = block_size_tokens
         self._token_budget = token_budget
@@ -113,6 +125,7 @@ class PrefixCache:
     def begin_step(self) -> None:
         """Count a step: prefixes are awaited for so many."""
         self._num_steps += 1
+        self.lines.begin_step()
 
     def find(self, sequence: Sequence) -> Found:
         """The longest prefix of the sequence's tokens that it need not compute; one is left in any case."""
@@ -120,8 +133,14 @@ class PrefixCache:
             return Found([], 0)
         way = self._way_of(sequence)
         nodes = self._walk(way, (len(sequence.token_ids) - 1) // self._block_size)
-        num_tokens, source = self._tail(way, nodes)
-        return Found([node.block for node in nodes], num_tokens, source)
+        if not self.lines.most_kept:
+            num_tokens, source = self._tail(way, nodes)
+            return Found([node.block for node in nodes], num_tokens, source)
+        known = (nodes[-1], len(nodes) * self._block_size) if nodes and not nodes[-1].line else None
+        while nodes and not nodes[-1].line:
+            nodes.pop()
+        state_of = nodes[-1] if nodes else None
+        return Found([node.block for node in nodes], len(nodes) * self._block_size, 0, state_of, known)
 
     def num_idle_in(self, found: Found) -> int:
         """Blocks of these that count as free now, and will not when they are held."""
@@ -162,6 +181,7 @@ class PrefixCache:
             if self._blocks.extend(sequence.key, len(found.blocks) + 1):
                 num_tokens, source = found.num_tokens, found.source
         sequence.num_computed, sequence.copied_block = num_tokens, source
+        self.lines.start(sequence, found.state_of, found.known)
         self._count(sequence, num_tokens)
         sequence.publish_at = NEVER
         if not self._is_on:
@@ -171,6 +191,17 @@ class PrefixCache:
         way.first_own = min(way.first_own, way.num_nodes)
         nodes = self._walk(way, way.num_nodes)
         self._arrive(way, nodes[-1] if nodes else self.trie.use_root(way.scope))
+
+    def follow(self, sequence: Sequence) -> None:
+        """A step of the sequence is scheduled."""
+        if sequence.num_computed >= sequence.publish_at:
+            self.publish(sequence)
+        if sequence.source_line:
+            self.lines.note_read(sequence)
+        num_blocks, num_more = divmod(sequence.num_computed, self._block_size)
+        if self.lines.most_kept and not num_more and sequence.publish_at != NEVER:
+            way = self._ways[sequence.key]
+            self.lines.keep(sequence, way.node if way.num_nodes == num_blocks else None)
 
     def publish(self, sequence: Sequence) -> None:
         """Let others find the sequence's full blocks, which launched steps compute."""
@@ -192,6 +223,8 @@ class PrefixCache:
             elif child.block != table[index]:
                 self._blocks.hold_beside(sequence.key, index, child.block)
             node = child
+            if self.lines.most_kept:
+                self.lines.know(sequence, node, (index + 1) * self._block_size)
         self._leave(way)
         way.num_nodes = num_full
         self._arrive(way, node)
@@ -202,6 +235,7 @@ class PrefixCache:
         way = self._ways.get(sequence.key)
         if way is not None and way.node is not None:
             self._publish_no_more(way)
+        self.lines.stop(sequence)
         self._blocks.release(sequence.key)
 
     def forget(self, sequence: Sequence) -> None:
@@ -306,8 +340,8 @@ class PrefixCache:
         other = self._latest.get(above)
         if other is None or not other.has_begun:  # its own copy is not launched
             return start, 0
-        end = min(start + most, other.num_computed, _same_until(sequence, other))
-        num = _num_equal(sequence.token_ids[start:end], other.token_ids[start:end])
+        end = min(start + most, other.num_computed, same_until(sequence, other))
+        num = num_equal(sequence.token_ids[start:end], other.token_ids[start:end])
         return (start + num, self._blocks.blocks(other.key)[len(nodes)]) if num else (start, 0)
 
     def _owner_of_next(self, way: _Way) -> tuple[Sequence, int] | None:
@@ -315,14 +349,20 @@ class PrefixCache:
         sequence = way.sequence
         num_blocks = sequence.num_prompt // self._block_size
         nodes = self._walk(way, num_blocks)
+        if (expected := self.lines.expected(nodes)) is not None:
+            return expected[0], expected[1] * self._block_size
         above = nodes[-1] if nodes else self.trie.root(way.scope)
         if above is None or len(nodes) == num_blocks:
             return None
         owner = self._computing.get((above, way.parts[len(nodes)]))
         if owner is None:
             return None
-        most = min(sequence.num_prompt - 1, owner.num_prompt, _same_until(sequence, owner))
-        return owner, _num_equal(sequence.token_ids[:most], owner.token_ids[:most])
+        most = min(sequence.num_prompt - 1, owner.num_prompt, same_until(sequence, owner))
+        num = num_equal(sequence.token_ids[:most], owner.token_ids[:most])
+        if not self.lines.most_kept:
+            return owner, num
+        num -= num % self._block_size
+        return (owner, num) if self.lines.ask(owner, num) else None
 
     def _arrive(self, way: _Way, node: Node) -> None:
         """The sequence's next block is below this node; let others know if it is one of its prompt."""
@@ -353,17 +393,4 @@ class PrefixCache:
         self._leave(way)
         way.node = None
         way.sequence.publish_at = NEVER
-
-
-def _same_until(one: Sequence, other: Sequence) -> int:
-    """The token from which on equal tokens of two sequences may have other keys: where an adapter begins."""
-    if one.adapter == other.adapter and one.request.adapter_start == other.request.adapter_start:
-        return NEVER
-    return min((each.request.adapter_start for each in (one, other) if each.adapter is not None), default=NEVER)
-
-
-def _num_equal(one: list[int], other: list[int]) -> int:
-    """Length of the common beginning."""
-    if one == other:
-        return len(one)
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+        self.lines.publish_no_more(way.sequence)

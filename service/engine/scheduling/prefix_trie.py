@@ -20,13 +20,14 @@ Scope = tuple[str, str, tuple[int, ...]]  # tenant, "" where all share; salt; cl
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """parent: None for a root. block: 0 for a root, and once the node is dropped. num_users: of a root, which stays for
-    them."""
+    """parent: None for a root. block: 0 for a root, and once the node is dropped. line: of the state behind the block's
+    last token; 0: it was not kept. num_users: of a root, which stays for them."""
 
     parent: Node | None
     part: bytes
     scope: Scope
     block: int
+    line: int = 0
     children: dict[bytes, Node] = field(default_factory=dict)
     num_users: int = 0
 
@@ -36,9 +37,10 @@ class Node:
 
 
 class PrefixTrie:
-    """See the module's docstring."""
+    """See the module's docstring. drop_state: is called for each node that is dropped."""
 
-    def __init__(self) -> None:
+    def __init__(self, drop_state: Callable[[Node], None]) -> None:
+        self._drop_state = drop_state
         self.num_idle = 0  # blocks that no account holds
         self.num_evicted = 0
         self._roots: dict[Scope, Node] = {}
@@ -101,6 +103,7 @@ class PrefixTrie:
                 self.wake(node.block)
                 freed.append(node.block)
             del self._nodes[node.block]
+            self._drop_state(node)
             node.block = 0
         return freed
 

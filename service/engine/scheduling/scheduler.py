@@ -36,6 +36,7 @@ from service.engine.scheduling.fair_queue import FairQueue
 from service.engine.scheduling.kv_blocks import BlockPool
 from service.engine.scheduling.prefix_cache import PrefixCache
 from service.engine.scheduling.row_reservations import RowReservations
+from service.engine.scheduling.state_lines import StateLines
 from service.engine.scheduling.step_tokens import StepTokens
 from service.engine.scheduling.tenant_queue import Flow, age
 from service.engine.sequences.grammar_budget import GrammarBudget
@@ -63,7 +64,7 @@ class Scheduler:
         blocks: BlockPool,
         cache: PrefixCache,
         slots: Slots,
-        lines: Slots,
+        lines: StateLines,
         adapter_loads: AdapterLoads,
         *,
         block_size_tokens: int,
@@ -155,8 +156,7 @@ class Scheduler:
         for chunk in chunks:
             _count(chunk)
         for chunk in chunks:
-            if chunk.sequence.num_computed >= chunk.sequence.publish_at:
-                self.cache.publish(chunk.sequence)
+            self.cache.follow(chunk.sequence)
         self._queue.charge(chunks)
         return chunks
 
@@ -170,7 +170,8 @@ class Scheduler:
         self.slots.check_integrity()
         self.lines.check_integrity()
         assert self.slots.num_used == len(self.running), "slots held by a sequence that does not run"
-        assert self.lines.num_used == len({one.line for one in self.running}), "lines held by others, or shared"
+        num_lines = len({one.line for one in self.running}) + self.lines.num_kept
+        assert self.lines.num_used == num_lines, "lines held by others, or shared"
         assert all(a.key < b.key for a, b in pairwise(self.running)), "not in order of arrival"
         for sequence in self.running:
             covered = len(self.blocks.blocks(sequence.key)) * self._block_size
@@ -314,7 +315,8 @@ class Scheduler:
     # ---- what they compute
 
     def _chunks(self) -> list[ScheduledChunk]:
-        tokens = StepTokens(self._token_budget, self._max_prompt_logits)
+        multiple = self._block_size if self.lines.most_kept else 1
+        tokens = StepTokens(self._token_budget, self._max_prompt_logits, multiple)
         chunks: dict[int, ScheduledChunk] = {}
         prompts: list[Sequence] = []
         others: list[Sequence] = []

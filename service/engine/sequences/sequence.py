@@ -37,6 +37,8 @@ class Sequence:
     has_begun      a chunk of it was scheduled since it joined
     slot           of a running sequence, which so holds blocks and a pin too; 0 for a waiting one
     line           its line of state, where the model has states; 0 for a waiting sequence
+    source_line    the kept line that its next step reads instead; 0: its own, or none if it begins
+    cuts           numbers of tokens at which a chunk ends, since the state there is to be kept
     num_prompt_logprobs  entries of `prompt_logprobs` that there are, or will be when the launched steps have run
     prompt_logprobs  of the prompt so far, entry 0 None; empty where not asked for
     prompt_logprobs_sent  the one message that carries them has gone out
@@ -63,6 +65,8 @@ class Sequence:
     has_begun: bool = False
     slot: int = 0
     line: int = 0
+    source_line: int = 0
+    cuts: tuple[int, ...] = ()
     num_prompt_logprobs: int = 0
     prompt_logprobs: list[ScoredToken | None] = field(default_factory=list)
     prompt_logprobs_sent: bool = False
@@ -115,6 +119,8 @@ class ScheduledChunk:
     """A sequence's part of one step: its tokens [start, start + num_tokens), logits of the last `num_logits`.
 
     begins             it is the first since the sequence joined: of what its slot and line hold, nothing is its own
+    line               of its state, which the step writes
+    source_line        of the state that the step reads instead; 0: none
     num_prompt_logits  of these logits tell of prompt tokens, from number `first_prompt_logprob` on
     samples            the last of these logits yields the sequence's next token
     """
@@ -125,6 +131,8 @@ class ScheduledChunk:
     num_logits: int
     samples: bool
     begins: bool
+    line: int
+    source_line: int
     first_prompt_logprob: int = 0
     num_prompt_logits: int = 0
 
@@ -137,3 +145,17 @@ class ScheduledChunk:
     def is_decode(self) -> bool:
         """One token, sampled by an earlier step."""
         return self.num_tokens == 1 and self.start >= self.sequence.num_prompt
+
+
+def same_until(one: Sequence, other: Sequence) -> int:
+    """The token from which on equal tokens of two sequences may have other keys: where an adapter begins."""
+    if one.adapter == other.adapter and one.request.adapter_start == other.request.adapter_start:
+        return NEVER
+    return min((each.request.adapter_start for each in (one, other) if each.adapter is not None), default=NEVER)
+
+
+def num_equal(one: list[int], other: list[int]) -> int:
+    """Length of the common beginning."""
+    if one == other:
+        return len(one)
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -1,10 +1,10 @@
 """Slots and lines: which sequence holds which.
 
 A running sequence owns one slot, a small integer that names its row of the request table (`inputs.py`) and its
-penalty counts, and one line, which names its convolution and delta-net states. Number 0 is the null slot and the null
-line, which padding points at, and is never handed out. Nothing is cleared when one changes hands: a sequence's first
-step says "no initial state" in its maps. The scheduler acquires both when it admits a sequence and frees them when the
-sequence ends or is preempted. O(1).
+penalty counts, and one line, which names its convolution and delta-net states (`state_lines.py`). Number 0 is the
+null slot and the null line, which padding points at, and is never handed out. Nothing is cleared when one changes
+hands: a sequence's first step says "no initial state" in its maps. The scheduler acquires both when it admits a
+sequence and frees them when the sequence ends or is preempted. O(1).
 """
 
 from __future__ import annotations
@@ -23,6 +23,11 @@ class Slots:
     def capacity(self) -> int:
         """Slots that sequences can hold, all together."""
         return self.num_slots - 1
+
+    @property
+    def free(self) -> list[int]:
+        """Slots that nobody has."""
+        return [*self._free]
 
     @property
     def num_free(self) -> int:

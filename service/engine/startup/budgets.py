@@ -14,7 +14,7 @@ from types import MappingProxyType
 import msgspec
 
 from adapters.non_lora_plan import non_lora_bytes_for
-from service.engine.ipc.config import EngineConfig, EngineOptions, default_block_size_tokens
+from service.engine.ipc.config import EngineConfig, EngineOptions, default_block_size_tokens, has_prefix_cache
 from service.models.errors import ModelError
 
 MIB, GIB = 2**20, 2**30
@@ -32,6 +32,8 @@ MAX_ROWS = 16_384
 # Non-LoRA parameters of adapters: their part of the memory left, the lines and tables where these fit into it, and the
 # most on a CPU.
 SIDE_SHARE, SIDE_LINES, SIDE_TABLES, CPU_SIDE_BYTES = 1 / 16, 16, 2, 64 * MIB
+# Part of the KV cache's bytes that kept states have where nothing is said.
+STATE_CACHE_SHARE = 1 / 6
 # Fewer than these, one adapter of rank 16, are no budget.
 MIN_ROWS = 16
 # Activations and logits may need this part of the free memory before a token budget that nobody has set is halved, and
@@ -76,6 +78,7 @@ class Budgets:
     max_sequences: int
     block_size_tokens: int
     kv_bytes: int
+    state_cache_bytes: int
     row_bytes: int
     side_bytes: int
     step_bytes: int
@@ -97,7 +100,13 @@ def decide_budgets(
     step_bytes = graph_bytes + _step_bytes(options, sizes, token_budget, max_sequences)
     if not is_cpu:
         step_bytes += _penalty_bytes(sizes, max_sequences)
+    state_cache_bytes = options.state_cache_bytes
+    if not sizes.state_bytes_per_line or not has_prefix_cache(options, device_type):
+        state_cache_bytes = 0
+    elif state_cache_bytes is None and options.kv_bytes is not None:
+        state_cache_bytes = int(options.kv_bytes * STATE_CACHE_SHARE)
     given_bytes = (options.row_bytes or 0) + (options.kv_bytes or 0) + (options.side_bytes or 0)
+    given_bytes += state_cache_bytes or 0
     left = int((free_bytes - given_bytes) * (CPU_SHARE if is_cpu else DEVICE_SHARE)) - step_bytes
     row_bytes, kv_bytes, side_bytes = options.row_bytes, options.kv_bytes, options.side_bytes
     if row_bytes == 0:
@@ -117,6 +126,9 @@ def decide_budgets(
         kv_bytes = min(left, most, max_sequences * context_bytes)
         if sizes.max_kv_tokens is not None:  # among them those of the null block, which no request has
             kv_bytes = min(kv_bytes, (sizes.max_kv_tokens // block_size - 1) * block_bytes)
+        if state_cache_bytes is None:
+            state_cache_bytes = int(max(kv_bytes, 0) * STATE_CACHE_SHARE)
+            kv_bytes = min(kv_bytes, left - state_cache_bytes)
         kv_bytes -= kv_bytes % block_bytes
     if (options.row_bytes is None and row_bytes < MIN_ROWS * sizes.row_bytes) or kv_bytes <= 0:
         raise ModelError(
@@ -130,6 +142,7 @@ def decide_budgets(
         max_sequences=max_sequences,
         block_size_tokens=block_size,
         kv_bytes=kv_bytes,
+        state_cache_bytes=state_cache_bytes or 0,
         row_bytes=row_bytes,
         side_bytes=side_bytes,
         step_bytes=step_bytes,
@@ -235,6 +248,10 @@ def sentences(options: EngineOptions, budgets: Budgets, sizes: ModelSizes, devic
     }
     if budgets.side_bytes:
         values["--adapter-side-bytes"] = (options.side_bytes, shown(budgets.side_bytes))
+    if budgets.state_cache_bytes:
+        num_states = budgets.state_cache_bytes // sizes.state_bytes_per_line
+        text = f"{shown(budgets.state_cache_bytes)} ({num_states:,} states)"
+        values["--state-cache-bytes"] = (options.state_cache_bytes, text)
     told = [f"{shown(free_bytes)} free on {device} beside the weights, of which steps need {shown(budgets.step_bytes)}"]
     for word, is_given in (("given", True), ("decided from the machine", False)):
         named = [f"{flag} {text}" for flag, (value, text) in values.items() if (value is not None) is is_given]

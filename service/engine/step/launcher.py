@@ -207,11 +207,12 @@ class StepLauncher:
             start=chunk.start,
             slot=sequence.slot,
             num_logits=chunk.num_logits,
-            line=sequence.line,
+            line=chunk.line,
             begins=chunk.begins,
             place=place,
             first_rows=first_rows,
             length_limit=sequence.max_total,
+            source_line=chunk.source_line,
         )
 
     def _copy_blocks(self, chunks: list[ScheduledChunk]) -> None:

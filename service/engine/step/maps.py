@@ -33,11 +33,12 @@ class ChunkInput:
 
     token_ids    the tokens to run, at positions start, start + 1, ...; IN_FLIGHT for one that is not known yet
     slot         of the sequence, whose row of the block table reaches at least up to its last token here
-    line         of its state, which the step writes; read first unless the sequence begins
+    line         of its state, which the step writes; read first, unless the sequence begins
     begins       the first chunk since the sequence joined
     num_logits   logits are wanted of so many of its last tokens
     place        of its adapter on the device, BASE for none; first_rows of that place, per group
     length_limit prompt + max tokens of its request
+    source_line  of the state that the step reads instead, also where the sequence begins; 0: none
     """
 
     token_ids: Sequence[int]
@@ -49,6 +50,7 @@ class ChunkInput:
     place: int = BASE
     first_rows: tuple[int, ...] = ()
     length_limit: int = 0
+    source_line: int = 0
 
     @property
     def end(self) -> int:
@@ -98,10 +100,9 @@ def fill_tokens(
     attention.kv_lens_device.put(kv_lens)
     attention.block_table.put(block_table[slots, : attention.block_table.shape[1]])
     if arrays.conv is not None:
-        lines = [chunk.line for chunk in chunks]
-        arrays.conv.state_indices.put(lines)
-        arrays.conv.source_state_indices.put(lines)
-        arrays.conv.has_initial_state.put([not chunk.begins for chunk in chunks])
+        arrays.conv.state_indices.put([chunk.line for chunk in chunks])
+        arrays.conv.source_state_indices.put([chunk.source_line or chunk.line for chunk in chunks])
+        arrays.conv.has_initial_state.put([bool(chunk.source_line) or not chunk.begins for chunk in chunks])
     return starts
 
 

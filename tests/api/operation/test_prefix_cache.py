@@ -161,6 +161,33 @@ def test_a_cache_of_hardly_more_than_a_prompt_changes_no_answer(tmp_path: Path) 
         assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
+def test_a_hybrid_computes_a_prompt_of_sixteen_choices_once(tmp_path: Path) -> None:
+    model = make_tiny_model("lfm2", tmp_path / "model", max_position_embeddings=2048)
+    with running_server(model, tmp_path / "server", dtype="float32") as server:
+
+        def ask(prompt: str, **fields: Any) -> tuple[list[str], int, int]:
+            body = {"prompt": prompt, "max_tokens": 4, "ignore_eos": True, "temperature": 0, **fields}
+            answer = server.post("/v1/completions", json=body).json()
+            usage = answer["usage"]
+            details = usage["prompt_tokens_details"]
+            return [one["text"] for one in answer["choices"]], usage["prompt_tokens"], details["cached_tokens"]
+
+        texts, num_prompt, num_cached = ask(TEXT * 4, n=16)
+        assert (len(set(texts)), num_cached) == (1, 0)
+        wait_for(
+            lambda: (
+                server.metric("prefix_cache_queries_total") == 16 * num_prompt and server.metric("prefix_cache_states")
+            ),
+            "the engine's report",
+        )
+        assert 16 * num_prompt - server.metric("prefix_cache_hits_total") <= 1.25 * num_prompt
+        assert ask(TEXT * 4) == (texts[:1], num_prompt, whole_blocks(num_prompt))
+        # Prompts that go on otherwise behind ten letters less: the first keeps a state there.
+        found = [ask(TEXT * 3 + TEXT[:290] + 100 * letter)[1:] for letter in "xyz"]
+        assert found[0][1] == found[1][1] == 0 or found[1][1] > found[0][1]
+        assert found[2][1] >= 3 * len(TEXT) - 2 * BLOCK
+
+
 def test_nobody_finds_what_other_tenants_have_asked(cached: Cached) -> None:
     one, other = cached.key("one"), cached.key("other")
     assert cached.usage(one, prompt=TEXT[5:], cache_salt="s")[1] == 0

@@ -24,8 +24,8 @@ PROMPT = tuple(range(1, 42))  # ten blocks and a token
 
 
 def cached_engine(**config: Any) -> MockEngine:
-    config = {"num_blocks": 200, "token_budget": 64} | config
-    return make_mock_engine(has_conv=False, block_size_tokens=BLOCK, **config)
+    config = {"num_blocks": 200, "token_budget": 64, "has_conv": False} | config
+    return make_mock_engine(block_size_tokens=BLOCK, **config)
 
 
 def run(mock: MockEngine, name: str, *args: Any, **fields: Any) -> int:
@@ -300,6 +300,94 @@ def test_models_with_states_find_nothing() -> None:
     assert not mock.engine.cache.trie.num_idle
 
 
+# ---- models with states
+
+
+@pytest.fixture
+def hybrid() -> MockEngine:
+    return cached_engine(has_conv=True, num_kept=8)
+
+
+def test_a_state_is_kept_where_a_second_prompt_goes_on_otherwise(hybrid: MockEngine) -> None:
+    run(hybrid, "first", PROMPT, max_tokens=2)
+    for name, prompt, expected in (
+        ("second", (*PROMPT[:30], 90), 0),
+        ("third", (*PROMPT[:30], 91), 28),
+        ("deeper", PROMPT, 28),
+        ("again", PROMPT, 40),
+        ("shorter", PROMPT[:38], 28),
+        ("elsewhere", (9, *PROMPT), 0),
+    ):
+        hybrid.runner.batches.clear()
+        assert run(hybrid, name, prompt) == expected
+        assert num_computed(hybrid) == len(prompt) - expected + 3
+        assert hybrid.output[name] == expected_tokens(prompt, None, 4)
+
+
+def test_a_state_is_kept_at_the_end_of_an_answer(hybrid: MockEngine) -> None:
+    run(hybrid, "first", PROMPT, max_tokens=20)
+    history = (*PROMPT, *hybrid.output["first"])
+    assert run(hybrid, "second", (*history, 90, 91, 92)) == 60
+
+
+@pytest.mark.parametrize(("num", "length"), [(16, 300), (64, 300), (64, 303)])
+@pytest.mark.parametrize("is_known", [False, True])
+def test_equal_prompts_at_once_wait_for_their_state(num: int, length: int, is_known: bool) -> None:
+    """Also where their blocks are known and no state."""
+    mock = cached_engine(num_blocks=1200, max_sequences=64, max_len=400, has_conv=True, num_kept=8, token_budget=256)
+    prompt = tuple(i % 89 for i in range(length))
+    if is_known:
+        run(mock, "before", prompt, max_tokens=1)
+        for node in mock.engine.cache.trie.nodes:
+            mock.engine.lines.drop(node)
+        mock.runner.batches.clear()
+    for i in range(num):
+        mock.submit(f"r{i}", prompt, max_tokens=4)
+    mock.settle()
+    whole = (length - 1) // BLOCK * BLOCK
+    assert num_computed(mock) == length + (num - 1) * (length - whole) + 3 * num
+    assert all(mock.output[f"r{i}"] == expected_tokens(prompt, None, 4) for i in range(num))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("num_tokens", "most_again"), [(1, 18), (13, BLOCK)])
+def test_a_preempted_request_goes_on_behind_its_latest_state(overlap: bool, num_tokens: int, most_again: int) -> None:
+    """A prompt's chunk, or a block of an answer, is all that is computed again."""
+    mock = cached_engine(overlap=overlap, has_conv=True, num_kept=2, token_budget=18)
+    mock.submit("r", PROMPT, max_tokens=30)
+    mock.step_until(lambda: len(mock.output.get("r", [])) == num_tokens)
+    mock.engine.scheduler.preempt(mock.engine.scheduler.running[0])
+    mock.settle()
+    assert mock.output["r"] == expected_tokens(PROMPT, None, 30)
+    assert num_computed(mock) <= len(PROMPT) + 29 + most_again
+
+
+def test_a_flood_does_not_take_another_tenants_states() -> None:
+    mock = cached_engine(has_conv=True, num_kept=6, num_blocks=400)
+    for i in range(3):
+        run(mock, f"mine-{i}", PROMPT, tenant="small", max_tokens=1)
+    for i in range(40):
+        prompt = (50 + i, *range(i, i + 30))
+        for j in range(2):
+            run(mock, f"flood-{i}-{j}", prompt, tenant="large", max_tokens=1)
+    assert mock.engine.lines.num_evicted and mock.engine.lines.num_kept == 6
+    assert run(mock, "mine again", PROMPT, tenant="small") == 40
+
+
+def test_dropped_states_are_free_and_change_nothing_that_runs(hybrid: MockEngine) -> None:
+    for i in range(2):
+        run(hybrid, f"before-{i}", PROMPT, max_tokens=1)
+    hybrid.submit("runs", (*PROMPT, 5), max_tokens=30)
+    hybrid.step_until(lambda: hybrid.output.get("runs"))
+    hybrid.engine.cache.reset()
+    hybrid.settle()
+    assert hybrid.messages["runs"][0].num_cached == 40
+    assert hybrid.output["runs"] == expected_tokens((*PROMPT, 5), None, 30)
+    hybrid.engine.lines.begin_step()
+    assert hybrid.engine.lines.num_used == 0
+    assert run(hybrid, "again", PROMPT) == 0
+
+
 def test_a_cache_smaller_than_a_prompt_finds_what_it_can() -> None:
     mock = cached_engine(num_blocks=13)  # the prompt and its answer, and no more
     for i in range(3):
@@ -335,10 +423,12 @@ def test_requests_one_after_another_find_what_a_list_of_all_prefixes_has(seed: i
         known |= {prefix for prefix in prefixes if len(prefix[1]) < len(tokens)}
 
 
+@pytest.mark.parametrize("has_states", [False, True])
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_random_operations_change_no_token(seed: int) -> None:
-    """Submits, aborts, preemptions, evictions of adapters, resets and logits that are not finite, in small pools."""
+def test_random_operations_change_no_token(has_states: bool, seed: int) -> None:
+    """Submits, aborts, preemptions, evictions of adapters, resets and logits that are not finite, in small pools. Lines
+    of state that are free hold what no sequence has."""
     rng = random.Random(seed)
     mock = cached_engine(
         num_blocks=rng.randint(12, 60),
@@ -346,11 +436,14 @@ def test_random_operations_change_no_token(seed: int) -> None:
         max_sequences=rng.randint(1, 6),
         token_budget=rng.randint(6, 40),
         overlap=rng.random() < 0.5,
+        **({"has_conv": True, "num_kept": rng.randint(1, 12)} if has_states else {}),
     )
     whole_run = mock.runner.run
     is_poisoned = False
 
     def run_or_poison(*args: Any) -> torch.Tensor:
+        for line in mock.engine.lines.free:
+            mock.runner.lines[line] = -1
         logits = whole_run(*args)
         return torch.full_like(logits, float("nan")) if is_poisoned else logits
 
@@ -394,6 +487,8 @@ def test_random_operations_change_no_token(seed: int) -> None:
     mock.engine.cache.reset()
     mock.engine.check_integrity()
     assert mock.engine.blocks.num_free == mock.engine.blocks.capacity
+    mock.engine.lines.begin_step()
+    assert mock.engine.lines.num_used == 0
     for name, (prompt, adapter, num) in requests.items():
         tokens = mock.output.get(name, [])
         assert tokens == expected_tokens(prompt, adapter, num)[: len(tokens)]

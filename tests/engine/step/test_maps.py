@@ -34,6 +34,8 @@ MIDDLE = ChunkInput(
 )
 PLAIN = ChunkInput([40, 41], start=4, slot=3, num_logits=2, line=3, length_limit=7)
 CHUNKS = [CHUNK, DECODE, MIDDLE, PLAIN]
+# Sequences that read kept states: one goes on, one begins.
+KEPT = [dataclasses.replace(CHUNK, source_line=5), dataclasses.replace(MIDDLE, start=1, source_line=6)]
 BLOCKS = {1: (7, 3), 2: (4,), 3: (5, 6), 4: (1, 2, 9)}
 
 
@@ -91,6 +93,14 @@ def test_conv_maps() -> None:
     assert conv.state_indices.tolist() == [7, 9, 2, 3]
     assert conv.has_initial_state.tolist() == [True, True, False, True]
     assert not conv.all_decode
+
+
+def test_kept_states_are_read_and_not_written() -> None:
+    conv = build(KEPT).conv
+    assert conv is not None
+    assert conv.state_indices.tolist() == [7, 2]
+    assert conv.source_state_indices.tolist() == [5, 6]
+    assert conv.has_initial_state.tolist() == [True, True]
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,8 @@ from service.engine.loras.interfaces import CopyEvent
 from service.engine.model.graphs import CapturedSteps
 from service.engine.model.padding import StepSizes
 from service.engine.model.runner import Capacity
+from service.engine.scheduling.state_lines import StateLines
 from service.engine.sequences.sequence import Sequence as RunningSequence
-from service.engine.sequences.slots import Slots
 from service.grammars.matching import TokenTable
 from service.models.step_batch import StepBatch
 from service.text.tokenizer import TextTokenizer
@@ -273,14 +273,17 @@ class LruHost(MockHost):
 class MockRunner:
     """The model; see the module's docstring."""
 
-    def __init__(self, rows: MockRows, config: EngineConfig, *, num_blocks: int, has_conv: bool, max_len: int) -> None:
+    def __init__(
+        self, rows: MockRows, config: EngineConfig, *, num_blocks: int, has_conv: bool, max_len: int, num_kept: int = 0
+    ) -> None:
         self._rows = rows
         self._block_size = config.block_size_tokens
         self._kv = torch.full((num_blocks * config.block_size_tokens,), -1)
         # Of each KV slot: all that its keys and values follow from, hashed.
         self._origins = [0] * (num_blocks * config.block_size_tokens)
         self.sequence_in: Callable[[int], RunningSequence | None] = lambda _slot: None
-        self._lines = torch.full((config.max_sequences + 1,), -1)
+        # Of each line: all that its state follows from, hashed.
+        self.lines = [-1] * (config.max_sequences + 1 + num_kept)
         self.batches: list[StepBatch] = []
         self.num_logits: list[int] = []  # of each step
         self.captured = CapturedSteps(None, "a mock", max_graphs=0)
@@ -293,7 +296,7 @@ class MockRunner:
             num_blocks=num_blocks,
             max_blocks=-(-min(max_len, (num_blocks - 1) * config.block_size_tokens) // config.block_size_tokens),
             num_slots=config.max_sequences + 1,
-            num_lines=config.max_sequences + 1,
+            num_lines=config.max_sequences + 1 + num_kept,
             has_conv=has_conv,
             num_groups=1,
             has_length_limits=False,
@@ -328,10 +331,10 @@ class MockRunner:
                 for p in range(kv_len)
             ]
             first = kv_len - (end - start)
-            self._check_origins(blocks, int(batch.token_slots[start]), history, first)
+            origins = self._check_origins(blocks, int(batch.token_slots[start]), history, first)
             assert batch.positions[start:end].tolist() == list(range(first, kv_len))
             if batch.conv is not None:
-                self._check_line(batch, sequence, history, first)
+                self._check_line(batch, sequence, origins, first)
             for token in range(start, end):
                 if token in rows:
                     logits[rows[token]] = next_logits(history[: first + token - start + 1], adapters[token])
@@ -346,37 +349,37 @@ class MockRunner:
         for target, copied in zip(targets, origins, strict=True):
             self._origins[target * size : (target + 1) * size] = copied
 
-    def _check_origins(self, blocks: tuple[int, ...], slot: int, history: list[int], first: int) -> None:
-        """Keys and values before `first` follow from the same tokens, under the same adapters, in the same scope."""
+    def _check_origins(self, blocks: tuple[int, ...], slot: int, history: list[int], first: int) -> list[int]:
+        """Keys and values before `first` follow from the same tokens, under the same adapters, in the same scope. The
+        origins of all positions."""
         sequence = self.sequence_in(slot)
-        if sequence is None:  # of an engine that a test has made itself
-            return
-        request = sequence.request
-        origin = hash((request.tenant, request.cache_salt))
+        request = None if sequence is None else sequence.request  # None: of an engine that a test has made itself
+        origins = [hash(None if request is None else (request.tenant, request.cache_salt))]
         for position, token in enumerate(history):
-            adapter = request.adapter if position >= request.adapter_start else None
-            origin = hash((origin, token, adapter))
+            adapter = None if request is None or position < request.adapter_start else request.adapter
+            origins.append(hash((origins[-1], token, adapter)))
             place = blocks[position // self._block_size] * self._block_size + position % self._block_size
-            if position < first:
-                assert self._origins[place] == origin, f"position {position} was computed for something else"
-            self._origins[place] = origin
+            if position < first and request is not None:
+                assert self._origins[place] == origins[-1], f"position {position} was computed for something else"
+            self._origins[place] = origins[-1]
+        return origins
 
     def run_with_hidden(self, batch: StepBatch, sizes: StepSizes) -> tuple[torch.Tensor, torch.Tensor]:
         """The hidden state of a token is the token and its position."""
         return self.run(batch, sizes), torch.stack([batch.token_ids, batch.positions], dim=1).float()
 
-    def _check_line(self, batch: StepBatch, sequence: int, history: list[int], first: int) -> None:
-        """The state line holds the sum of the tokens so far."""
+    def _check_line(self, batch: StepBatch, sequence: int, origins: list[int], first: int) -> None:
+        """The state that is read follows from the tokens so far."""
         assert batch.conv is not None
         line, source = int(batch.conv.state_indices[sequence]), int(batch.conv.source_state_indices[sequence])
         assert line != 0
         assert bool(batch.conv.has_initial_state[sequence]) == (first > 0)
-        state = int(self._lines[source]) if first > 0 else 0
-        assert state == sum(history[:first]), "another sequence wrote the state line"
-        self._lines[line] = sum(history)
+        assert not first or self.lines[source] == origins[first], "another sequence wrote the state line"
+        assert batch.conv.source_state_indices.tolist().count(line) == (line == source), "a line is read and written"
+        self.lines[line] = origins[-1]
 
 
-class _HighLines(Slots):
+class _HighLines(StateLines):
     """State lines that no sequence has as its slot too, where most sequences may run."""
 
     def take(self) -> int:
@@ -477,10 +480,12 @@ def make_mock_engine(
     token_budget: int = 16,
     max_sequences: int = 8,
     has_tokens: bool = True,
+    num_kept: int = 0,
     host: MockHost | None = None,
     **config: object,
 ) -> MockEngine:
-    """has_tokens: the engine knows its vocabulary, which grammars need. host: None is one that keeps nothing."""
+    """has_tokens: the engine knows its vocabulary, which grammars need. host: None is one that keeps nothing. num_kept:
+    states that the prefix cache can keep."""
     settings = EngineConfig(
         model_dir="",
         store_root="",
@@ -490,12 +495,13 @@ def make_mock_engine(
         **config,  # type: ignore[arg-type]
     )
     rows, host = MockRows(num_rows), host or MockHost()
-    runner = MockRunner(rows, settings, num_blocks=num_blocks, has_conv=has_conv, max_len=max_len)
+    runner = MockRunner(rows, settings, num_blocks=num_blocks, has_conv=has_conv, max_len=max_len, num_kept=num_kept)
     loader = SteppedLoader()
     tokens = mock_tokens() if has_tokens else None
     engine = Engine(runner, rows, host, settings, loader=loader, tokens=tokens, compiler=loader)
     runner.sequence_in = lambda slot: next((one for one in engine.scheduler.running if one.slot == slot), None)
-    engine.lines = engine.scheduler.lines = _HighLines(runner.capacity.num_lines)
+    engine.lines = _HighLines(runner.capacity.num_lines, runner.capacity.num_slots)
+    engine.scheduler.lines = engine.cache.lines = engine.lines
     return MockEngine(engine, runner, rows, host, loader)
 
 

@@ -21,6 +21,7 @@ from service.engine.loras.prefetch import AdapterLoads
 from service.engine.scheduling.kv_blocks import BlockPool
 from service.engine.scheduling.prefix_cache import PrefixCache
 from service.engine.scheduling.scheduler import Scheduler
+from service.engine.scheduling.state_lines import StateLines
 from service.engine.sequences.sequence import ScheduledChunk, Sequence
 from service.engine.sequences.slots import Slots
 from tests.support.engine.engine_mock import LruHost, MockHost, MockRows, MockWeights, SlowMarks
@@ -61,12 +62,12 @@ class CountedSteps:
     def __post_init__(self) -> None:
         self.rows, self.loader = MockRows(self.num_rows), SteppedLoader()
         self.adapter_loads = AdapterLoads(self.rows, self.host, self.loader, max_loads_ahead=4, wake=lambda: None)
-        blocks = BlockPool(self.num_blocks)
+        blocks, lines = BlockPool(self.num_blocks), StateLines(self.max_sequences + 1, self.max_sequences + 1)
         self.scheduler = Scheduler(
             blocks,
-            PrefixCache(blocks, block_size_tokens=16, token_budget=self.token_budget, is_on=self.has_cache),
+            PrefixCache(blocks, lines, block_size_tokens=16, token_budget=self.token_budget, is_on=self.has_cache),
             Slots(self.max_sequences + 1),
-            Slots(self.max_sequences + 1),
+            lines,
             self.adapter_loads,
             block_size_tokens=16,
             token_budget=self.token_budget,

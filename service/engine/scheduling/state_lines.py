@@ -1,0 +1,217 @@
+"""Lines of state: one that each running sequence writes, and those whose states the prefix cache keeps.
+
+Keeping a state copies nothing. The line changes its owner: the sequence that has written it gets a fresh one, which its
+next step writes, and reads the kept one first (`source_state_indices`). A sequence that begins behind a kept state does
+the same. A state is of a whole number of blocks, and belongs to the node of the last of them, or, until the values of
+its tokens are known, to its sequence.
+
+A kept line is free when its node is dropped, or when another state is kept instead of it: of the tenant with most of
+them, the one that was used longest ago. It is held, besides, by each sequence that reads it in its next step, and until
+the step behind that is scheduled: in one step nobody writes what another one reads.
+
+The pool has a line for each sequence that may run, and `most_kept` more, so that one that joins, or hands over its
+line, always finds one. Cost per step: O(sequences that end a block in it).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from service.engine.scheduling.prefix_trie import Node
+from service.engine.sequences.sequence import Sequence
+from service.engine.sequences.slots import Slots
+
+
+@dataclass(slots=True, eq=False)
+class _Kept:
+    """A state of a sequence's first tokens. node: None until their values are known."""
+
+    num_tokens: int
+    line: int
+    node: Node | None = None
+
+
+class StateLines(Slots):
+    """See the module's docstring. num_lines, num_slots: of all and of sequences, the null one included in each."""
+
+    def __init__(self, num_lines: int, num_slots: int) -> None:
+        super().__init__(num_lines)
+        self.most_kept = num_lines - num_slots
+        self.num_evicted = 0
+        self._num_holders: dict[int, int] = {}  # of kept lines
+        self._queues: dict[str, OrderedDict[Node, None]] = {}  # by tenant, least recently used first
+        self._are_read: list[int] = []  # in the step that was scheduled last
+        self._of_no_node: dict[Sequence, list[_Kept]] = {}
+        # The latest state of each sequence that was kept where nobody had asked for one; the next one takes its place.
+        self._latest: dict[Sequence, _Kept] = {}
+        self._expected: dict[Node, Sequence] = {}  # who is to keep the state of a node that there is
+
+    @property
+    def num_kept(self) -> int:
+        return len(self._num_holders)
+
+    def begin_step(self) -> None:
+        """The last step is launched: what is written from now on is written after it has read."""
+        lines, self._are_read = self._are_read, []
+        for line in lines:
+            self._let_go(line)
+
+    # ---- of a sequence that runs
+
+    def start(self, sequence: Sequence, node: Node | None, known: tuple[Node, int] | None) -> None:
+        """The sequence begins behind the node's state; None: with no state.
+
+        known  a node below that, and how many tokens it ends: others have gone on otherwise there, or will
+        """
+        sequence.cuts = ()
+        if known is not None:
+            sequence.cuts = (known[1],)
+            self._expected.setdefault(known[0], sequence)
+        if node is not None:
+            self._read_next(sequence, node.line)
+            self._queues[node.scope[0]].move_to_end(node)
+
+    def ask(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Have a running sequence keep the state of so many of its tokens; False if it has begun to compute more."""
+        if sequence.num_computed >= num_tokens:
+            return False
+        sequence.cuts = tuple(sorted({*sequence.cuts, num_tokens}))
+        return True
+
+    def expected(self, nodes: list[Node]) -> tuple[Sequence, int] | None:
+        """Who is to keep a state behind those that these nodes have: of the last node possible, which comes with its
+        number from 1 on."""
+        for index in range(len(nodes) if self._expected else 0, 0, -1):
+            if nodes[index - 1].line:
+                break
+            if (sequence := self._expected.get(nodes[index - 1])) is not None:
+                return sequence, index
+        return None
+
+    def note_read(self, sequence: Sequence) -> None:
+        """The sequence's next step is scheduled."""
+        self._are_read.append(sequence.source_line)
+        sequence.source_line = 0
+
+    def keep(self, sequence: Sequence, node: Node | None) -> None:
+        """Keep the state that the sequence's scheduled steps lead to, at the end of a block, if it was asked for or
+        there is room.
+
+        node  of that block; None: not all values of its tokens are known
+        """
+        if node is not None:
+            self._expected.pop(node, None)
+        if node is not None and node.line:
+            self._queues[node.scope[0]].move_to_end(node)
+            return
+        is_wanted = sequence.num_computed in sequence.cuts
+        if not is_wanted and (before := self._latest.pop(sequence, None)) is not None:
+            self._forget(sequence, before)
+        elif not is_wanted and len(self._latest) >= self.most_kept // 2:
+            return
+        if self.num_kept >= self.most_kept and not self._evict():
+            return
+        kept = _Kept(sequence.num_computed, sequence.line)
+        self._num_holders[kept.line] = 1
+        sequence.line = self.take()
+        self._read_next(sequence, kept.line)
+        if not is_wanted:
+            self._latest[sequence] = kept
+        if node is None:
+            self._of_no_node.setdefault(sequence, []).append(kept)
+        else:
+            self._attach(kept, node)
+
+    def know(self, sequence: Sequence, node: Node, num_tokens: int) -> None:
+        """The sequence's first tokens are known and end with the node's block."""
+        for kept in self._of_no_node.get(sequence, ()):
+            if kept.num_tokens == num_tokens:
+                self._attach(kept, node)
+                self._remove(sequence, kept)
+                return
+
+    def publish_no_more(self, sequence: Sequence) -> None:
+        """No node of the sequence will be known."""
+        for kept in self._of_no_node.pop(sequence, ()):
+            self._let_go(kept.line)
+        self._latest.pop(sequence, None)
+        if sequence.cuts:
+            self._expected = {node: one for node, one in self._expected.items() if one is not sequence}
+
+    def stop(self, sequence: Sequence) -> None:
+        """The sequence runs no more, and has published."""
+        self.publish_no_more(sequence)
+        if sequence.source_line:
+            self._let_go(sequence.source_line)
+            sequence.source_line = 0
+
+    # ---- of the trie
+
+    def drop(self, node: Node) -> None:
+        """The node is dropped, or its state is."""
+        if node.line:
+            queue = self._queues[node.scope[0]]
+            del queue[node]
+            if not queue:
+                del self._queues[node.scope[0]]
+            self._let_go(node.line)
+            node.line = 0
+
+    def check_integrity(self) -> None:
+        """Each line is free, a running sequence's or kept, and held by those who read it or have its node."""
+        super().check_integrity()
+        num_holders: dict[int, int] = {}
+        nodes = [node for queue in self._queues.values() for node in queue]
+        assert all(node.line and not node.is_dropped for node in nodes), "a state of no node"
+        of_none = [kept.line for some in self._of_no_node.values() for kept in some]
+        for line in (*(node.line for node in nodes), *of_none, *self._are_read):
+            num_holders[line] = num_holders.get(line, 0) + 1
+        for line, number in self._num_holders.items():
+            assert line in self._used and number >= num_holders.pop(line, 0), "a kept line is held by nobody"
+        assert not num_holders, "a line is read, or has a node, and is not kept"
+        assert self.num_kept <= self.most_kept, "more states kept than there is room for"
+
+    # ---- inner parts
+
+    def _read_next(self, sequence: Sequence, line: int) -> None:
+        sequence.source_line = line
+        self._num_holders[line] += 1
+
+    def _attach(self, kept: _Kept, node: Node) -> None:
+        """Give the node the line, unless it has one."""
+        kept.node = node
+        if node.line:
+            self._let_go(kept.line)
+            return
+        node.line = kept.line
+        self._queues.setdefault(node.scope[0], OrderedDict())[node] = None
+
+    def _remove(self, sequence: Sequence, kept: _Kept) -> None:
+        of_no_node = self._of_no_node[sequence]
+        of_no_node.remove(kept)
+        if not of_no_node:
+            del self._of_no_node[sequence]
+
+    def _forget(self, sequence: Sequence, kept: _Kept) -> None:
+        if kept.node is None:
+            self._remove(sequence, kept)
+            self._let_go(kept.line)
+        elif kept.node.line == kept.line:
+            self.drop(kept.node)
+
+    def _evict(self) -> bool:
+        """Free a kept line that nobody reads; False if there is none."""
+        for queue in sorted(self._queues.values(), key=len, reverse=True):
+            for node in queue:
+                if self._num_holders[node.line] == 1:
+                    self.drop(node)
+                    self.num_evicted += 1
+                    return True
+        return False
+
+    def _let_go(self, line: int) -> None:
+        self._num_holders[line] -= 1
+        if not self._num_holders[line]:
+            del self._num_holders[line]
+            self.release(line)
