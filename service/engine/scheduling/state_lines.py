@@ -80,7 +80,7 @@ class StateLines(Slots):
         return True
 
     def expected(self, nodes: list[Node]) -> tuple[Sequence, int] | None:
-        """Who is to keep a state behind those that these nodes have: of the last node possible, which comes with its
+        """The sequence that is to keep a state behind those that these nodes have: of the last node possible, with its
         number from 1 on."""
         for index in range(len(nodes) if self._expected else 0, 0, -1):
             if nodes[index - 1].line:
