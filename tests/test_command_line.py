@@ -56,7 +56,7 @@ def test_the_flags_of_serve(capsys: pytest.CaptureFixture[str]) -> None:
     common, advanced = capsys.readouterr().out.split("advanced settings:")
     assert common.count("\n  --") == 15
     assert all(f"--{name} VALUE" in common for name in ("model-dir", "store-dir", "kv-bytes", "api-keys"))
-    assert "default 16.0MiB" in advanced
+    assert "default 4.0MiB" in advanced
     assert "--tool-parser {auto,template," in advanced
     assert "Undefined" not in advanced
     assert str(ROOT) not in common
@@ -67,7 +67,7 @@ def test_one_setting(spelling: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["help", spelling]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("  --max-body-bytes VALUE, MULTILORA_MAX_BODY_BYTES\n")
-    assert "default: 16.0MiB" in shown
+    assert "default: 4.0MiB" in shown
     assert shown.count("MULTILORA_") == 1
 
 

@@ -18,6 +18,11 @@ GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 12}
 CHAT: list[Any] = [{"role": "user", "content": "the thing in the tin"}]
 
 
+def counts_of(usage: Any) -> tuple[int, int, int]:
+    """Without the tokens that were cached, of which the second request for a prompt has more."""
+    return usage.prompt_tokens, usage.completion_tokens, usage.total_tokens
+
+
 @pytest.fixture(scope="module")
 def tokenizer(checkpoints: Checkpoints) -> transformers.PreTrainedTokenizerFast:
     return transformers.AutoTokenizer.from_pretrained(checkpoints.base)
@@ -140,7 +145,7 @@ class TestCompletions:
                     reasons[choice.index] = choice.finish_reason
         assert texts == [choice.text for choice in whole.choices]
         assert reasons == {choice.index: choice.finish_reason for choice in whole.choices}
-        assert usage == whole.usage
+        assert counts_of(usage) == counts_of(whole.usage)
 
     def test_the_last_token_of_a_stream_comes_with_the_end(self, client: openai.OpenAI) -> None:
         asked: Any = {"max_tokens": 6, "temperature": 0, "stream": True, "extra_body": {"ignore_eos": True}}
@@ -293,7 +298,7 @@ class TestChat:
                 roles += [(choice.index, choice.delta.role)] if choice.delta.role else []
         assert texts == [choice.message.content for choice in whole.choices]
         assert roles == [(index, "assistant") for index in range(3)]
-        assert usage == whole.usage
+        assert counts_of(usage) == counts_of(whole.usage)
 
     def test_the_default_is_what_the_context_has_left(self, client: openai.OpenAI) -> None:
         answer = client.chat.completions.create(

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+from kernels import child_process
 from service.cli.main import make_parser
 from service.doctor import supervise
 from service.doctor.checks.step_process import NotApplicable, StepFailed, StepHost
@@ -152,7 +153,7 @@ def main() -> int:
     if MAX_FILE_BYTES in os.environ:
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(os.environ[MAX_FILE_BYTES]),) * 2)
     if NO_TEMPORARY_FILES in os.environ:
-        supervise.tempfile = SimpleNamespace(TemporaryFile=_no_temporary_file)  # type: ignore[assignment]
+        child_process.tempfile = SimpleNamespace(TemporaryFile=_no_temporary_file)  # type: ignore[assignment]
     steps = [
         Step(
             name=name,
