@@ -247,7 +247,8 @@ def test_warm_up_launches_every_variant(
         step = make_step(replace(case, sequences=sequences)).to(device)
         step = replace(step, q=step.q.clone(memory_format=torch.contiguous_format))
         run(triton_cuda, step, torch.empty_like(step.q, memory_format=torch.contiguous_format))
-        plan = plan_for(H200, Heads(6, 2, 20, 4, sliding_window), len(step.q), len(sequences), 304)
+        heads, is_decode = Heads(6, 2, 20, 4, sliding_window), step.maps.is_decode
+        plan = plan_for(H200, heads, len(step.q), len(sequences), 304, is_decode=is_decode)
         run(triton_cuda, step, torch.empty_like(step.q, memory_format=torch.contiguous_format), plan)
     assert launched[0] <= warmed
     assert len(warmed) == 5
