@@ -40,11 +40,11 @@ def test_the_settings_are_ours() -> None:
 
 def test_the_version_of_ray_is_one_everywhere() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    pinned = (ROOT / "tests" / "cluster" / "ray" / "requirements.in").read_text().strip()
+    pinned = (ROOT / "tests" / "ray_serve" / "ray" / "requirements.in").read_text().strip()
     assert project["optional-dependencies"]["ray"] == [pinned]
     assert pinned == f"ray[serve]=={CLUSTER['rayVersion']}"
     assert f"'{pinned}'\n" in (ROOT / "deploy" / "ray" / "Dockerfile").read_text()
-    assert f"ray=={CLUSTER['rayVersion']}\n" in (ROOT / "tests" / "cluster" / "ray" / "requirements.txt").read_text()
+    assert f"ray=={CLUSTER['rayVersion']}\n" in (ROOT / "tests" / "ray_serve" / "ray" / "requirements.txt").read_text()
 
 
 def test_every_process_of_ray_has_the_environment_that_is_tested() -> None:

@@ -73,7 +73,7 @@ def test_an_exposition_stays_small_whatever_adapters_are_called_and_do() -> None
     there = [Resident(f"{'n' * 190}{at:05}", tier, 1 << 16, False) for tier in tiers for at in range(MOST_LISTED)]
     metrics.by_adapter.residents = lambda: (there, MOST_LISTED)
     text = metrics.render()
-    assert len(text) < 210_000, len(text)  # with the engine's series it is below 225 KB
+    assert len(text) < 228_000, len(text)  # 13 KB are cached tokens by adapter; with the engine's series below 245 KB
     levels = [line.split('level="')[1][:3] for line in text.decode().splitlines() if "adapter_loaded{" in line]
     assert set(levels) == {"gpu", "cpu"}
     assert b"_created" not in text
