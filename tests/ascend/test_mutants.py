@@ -188,7 +188,7 @@ def relaunch_tests(module: ModuleType, source: str, directory: Path) -> int:
 
 
 def test_relaunches_are_right_where_nothing_is_changed(tmp_path: Path) -> None:
-    """What is found of mutants is not a fault of how they are tried."""
+    """The control: unchanged code passes, so a mutant is caught for its change alone."""
     assert relaunch_tests(lora_host, source_of(lora_host), tmp_path) == pytest.ExitCode.OK
 
 
