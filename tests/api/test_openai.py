@@ -270,14 +270,11 @@ class TestChat:
         assert answers[0].choices[0].message.content == answers[1].choices[0].message.content
 
     def test_what_vllm_always_sends_is_there(self, client: openai.OpenAI) -> None:
+        asked = {"model": BASE, "max_tokens": 2, "cache_salt": "no other test has computed these prompts"}
         chat: Any = client.post(
-            "/chat/completions",
-            body={"model": BASE, "messages": [{"role": "user", "content": "the"}], "max_tokens": 2},
-            cast_to=object,
+            "/chat/completions", body={**asked, "messages": [{"role": "user", "content": "the"}]}, cast_to=object
         )
-        completion: Any = client.post(
-            "/completions", body={"model": BASE, "prompt": "the", "max_tokens": 2}, cast_to=object
-        )
+        completion: Any = client.post("/completions", body={**asked, "prompt": "the"}, cast_to=object)
         for part in (chat, completion["choices"][0]):
             assert {part[name] for name in ("prompt_logprobs", "prompt_token_ids")} == {None}
         for answer in (chat, completion):
