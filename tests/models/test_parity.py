@@ -98,6 +98,8 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3-biases": ("smollm3", {"attention_bias": True, "mlp_bias": True, "no_rope_layers": [0, 1, 1, 0]}),
     "smollm3-no-window": ("smollm3", {"use_sliding_window": False}),
     "granite-biases": ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}),
+    "granitemoehybrid-no-positions": ("granitemoehybrid", {"position_embedding_type": None, "attention_bias": True}),
+    "glm-whole-heads": ("glm", {"partial_rotary_factor": 1.0, "attention_bias": False}),
     "rope-theta": ("qwen3", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
     "rope-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}}),
     "rope-dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}}),

@@ -15,6 +15,7 @@ from service.models.families import model_spec
 from service.models.loader import load_model
 from service.models.spec.config_json import read_config
 from tests.models.test_parity import assert_parity
+from tests.models.test_whole_models import assert_transformers_reads_the_same
 from tests.support.models.tiny_models import make_tiny_model, tiny_config
 
 
@@ -77,6 +78,112 @@ def test_all_endings_of_both_files_count(family: str, tmp_path: Path) -> None:
     assert model_spec(read_config(model_dir)).eos_token_ids == (7, 9)
 
 
+# What config.json of published checkpoints says, with the numbers of layers cut; beside vision: test_whole_models.py.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "GLM-4-9B-0414": {
+        "model_type": "glm4",
+        "attention_bias": True,
+        "eos_token_id": [151_329, 151_336, 151_338],
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 13_696,
+        "max_position_embeddings": 32_768,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10_000.0,
+        "tie_word_embeddings": False,
+        "vocab_size": 151_552,
+    },
+    "Phi-4-mini-instruct": {
+        "model_type": "phi3",
+        "attention_bias": False,
+        "bos_token_id": 199_999,
+        "eos_token_id": 199_999,
+        "full_attn_mod": 1,
+        "hidden_act": "silu",
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "interpolate_factor": 1,
+        "lm_head_bias": False,
+        "max_position_embeddings": 131_072,
+        "mlp_bias": False,
+        "num_attention_heads": 24,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 8,
+        "original_max_position_embeddings": 4096,
+        "pad_token_id": 199_999,
+        "partial_rotary_factor": 0.75,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": {
+            "long_factor": [1.0, 1.118320672, 1.250641126] + [64.0] * 45,
+            "short_factor": [1.0] * 48,
+            "type": "longrope",
+        },
+        "rope_theta": 10_000.0,
+        "sliding_window": 262_144,
+        "tie_word_embeddings": True,
+        "vocab_size": 200_064,
+    },
+    "phi-4": {
+        "model_type": "phi3",
+        "attention_bias": False,
+        "bos_token_id": 100_257,
+        "eos_token_id": 100_265,
+        "hidden_act": "silu",
+        "hidden_size": 5120,
+        "intermediate_size": 17_920,
+        "max_position_embeddings": 16_384,
+        "num_attention_heads": 40,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 10,
+        "original_max_position_embeddings": 16_384,
+        "pad_token_id": 100_349,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": None,
+        "rope_theta": 250_000,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+        "vocab_size": 100_352,
+    },
+    "granite-4.0-micro": {
+        "model_type": "granitemoehybrid",
+        "attention_bias": False,
+        "attention_multiplier": 0.015625,
+        "embedding_multiplier": 12,
+        "hidden_act": "silu",
+        "hidden_size": 2560,
+        "intermediate_size": 8192,
+        "layer_types": ["attention"] * 2,
+        "logits_scaling": 10,
+        "mamba_d_head": 64,
+        "mamba_n_heads": 80,
+        "max_position_embeddings": 131_072,
+        "num_attention_heads": 40,
+        "num_experts_per_tok": 0,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 8,
+        "num_local_experts": 0,
+        "position_embedding_type": "rope",
+        "residual_multiplier": 0.22,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10_000_000,
+        "shared_intermediate_size": 8192,
+        "tie_word_embeddings": True,
+        "vocab_size": 100_352,
+    },
+}
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_config_json_means_what_transformers_reads_in_it(name: str) -> None:
+    assert_transformers_reads_the_same(PUBLISHED[name])
+
+
 REFUSED: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]], str]] = {
     "quantised-text": (
         "qwen3_5_text",
@@ -102,6 +209,21 @@ REFUSED: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]], str]] 
     "dtype": ("qwen3_5_text", lambda config: {**config, "dtype": ["bfloat16"]}, "dtype as a text"),
     "windows-off": ("smollm3", lambda config: {**config, "use_sliding_window": False}, "use_sliding_window is off"),
     "windows-of-no-size": ("smollm3", lambda config: {**config, "sliding_window": None}, "sliding_window null"),
+    "mamba": (
+        "granitemoehybrid",
+        lambda config: {**config, "layer_types": ["mamba", "mamba", "attention"]},
+        "layers of type mamba; served is attention in all layers",
+    ),
+    "experts-of-granite": (
+        "granitemoehybrid",
+        lambda config: {**config, "num_local_experts": 62},
+        "has 62 num_local_experts; served is 0",
+    ),
+    "beta": (
+        "ministral3",
+        lambda config: {**config, "rope_parameters": {**config["rope_parameters"], "llama_4_scaling_beta": "0.1"}},
+        "llama_4_scaling_beta as a number above 0, and has '0.1'",
+    ),
     "kinds": ("olmo3", lambda config: {**config, "layer_types": ["mamba"] * 3}, "mamba"),
     "share": (
         "olmo3",

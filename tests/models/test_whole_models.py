@@ -161,6 +161,39 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             "vocab_size": 131_072,
         },
     },
+    "Ministral-3-8B-Instruct-2512-BF16": {
+        "model_type": "mistral3",
+        "image_token_index": 10,
+        "text_config": {
+            "head_dim": 128,
+            "hidden_act": "silu",
+            "hidden_size": 4096,
+            "intermediate_size": 14_336,
+            "max_position_embeddings": 262_144,
+            "model_type": "ministral3",
+            "num_attention_heads": 32,
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "factor": 16.0,
+                "llama_4_scaling_beta": 0.1,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "original_max_position_embeddings": 16_384,
+                "rope_theta": 1_000_000.0,
+                "rope_type": "yarn",
+                "type": "yarn",
+            },
+            "sliding_window": None,
+            "tie_word_embeddings": False,
+            "vocab_size": 131_072,
+        },
+        "tie_word_embeddings": False,
+        "vision_config": {"model_type": "pixtral"},
+    },
     "Qwen2.5-VL-3B": {
         "model_type": "qwen2_5_vl",
         "hidden_act": "silu",
@@ -216,10 +249,16 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_config_json_means_what_transformers_reads_in_it(name: str) -> None:
-    config = PUBLISHED[name]
+    assert_transformers_reads_the_same(PUBLISHED[name])
+
+
+def assert_transformers_reads_the_same(config: dict[str, Any]) -> None:
+    """The modules that adapters bind to, and what else the specification says."""
     read = transformers.AutoConfig.for_model(**json.loads(json.dumps(config)))
+    is_whole = "vision_config" in read.to_dict()
+    kind = transformers.AutoModelForImageTextToText if is_whole else transformers.AutoModelForCausalLM
     with torch.device("meta"):
-        model = transformers.AutoModelForImageTextToText.from_config(read)
+        model = kind.from_config(read)
     expected = {
         module: tuple(layer.weight.shape)
         for module, layer in model.named_modules()
@@ -244,8 +283,8 @@ def test_published_config_json_means_what_transformers_reads_in_it(name: str) ->
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no-text": (config_json("gemma3", text_config=None), "must have a text_config, and has none"),
     "other-text": (
-        config_json("mistral3", text_config={"model_type": "ministral3"}),
-        "has a text_config of the model_type 'ministral3'; served is mistral",
+        config_json("mistral3", text_config={"model_type": "mistral4"}),
+        "has a text_config of the model_type 'mistral4'; served is mistral",
     ),
     "quantised": (
         config_json("gemma3", text_config={"model_type": "gemma3_text", "quantization_config": {"bits": 4}}),

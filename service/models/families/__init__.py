@@ -13,6 +13,7 @@ from service.models.errors import ModelError
 from service.models.families import (
     gemma2,
     gemma3,
+    glm,
     granite,
     lfm2,
     llama,
@@ -41,6 +42,10 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], ModelSpec]] = MappingProxyT
         "smollm3": smollm3.read,
         "olmo3": olmo3.read,
         "granite": granite.read,
+        "granitemoehybrid": granite.read_hybrid,
+        "glm": glm.read,
+        "glm4": glm.read_sandwiched,
+        "ministral3": mistral.read_ministral,
         "mistral3": mistral.read_whole,
         "qwen2_vl": qwen2.read_whole,
         "qwen2_5_vl": qwen2.read_whole_2_5,

@@ -115,6 +115,8 @@ class Attention:
         gate = qkv[:, 1 : 2 * spec.num_heads : 2] if spec.has_output_gate else None
         if self._whole_weights:
             self._norm_whole(qkv)
+        if spec.turns_neighbours:
+            self._part_neighbours(qkv, rotation.cos.shape[2])
         qkv, head_weight = (qkv, None) if self.head_norms is None else self.head_norms.apply(qkv, batch.lora)
         q = rotary_kv(
             qkv,
@@ -127,6 +129,8 @@ class Attention:
             eps=self._head_eps,
             has_gates=qkv.shape[1] > spec.num_heads + 2 * spec.num_kv_heads,
         )
+        if rotation.query_factors is not None:
+            q.mul_(rotation.query_factors)
         scale = rotation.score_factor * spec.scale
         mixed = paged_attention(
             q,
@@ -140,6 +144,12 @@ class Attention:
         if gate is not None:
             mixed = mixed * torch.sigmoid(gate)
         return self._out(mixed.view(x.shape[0], -1), batch.lora, batch.window_rows)
+
+    def _part_neighbours(self, qkv: torch.Tensor, rotary_dim: int) -> None:
+        """Bring the elements that are turned into the order of rotations by halves, in place: scores do not depend on
+        the order of a head's elements. qkv as in `_norm_whole`."""
+        turned = qkv[:, : -self._spec.num_kv_heads, :rotary_dim]
+        turned.copy_(turned.unflatten(2, (-1, 2)).transpose(2, 3).flatten(2))
 
     def _norm_whole(self, qkv: torch.Tensor) -> None:
         """Queries and keys of each token, in place; qkv [tokens, heads + kv_heads + kv_heads, head_dim], contiguous."""

@@ -18,11 +18,13 @@ class Rotation:
     score_factor  what attention scores are to be multiplied with: some scalings sharpen attention over a stretched
                   context. Here rather than in cos and sin, which fused rotations want within [-1, 1]; there only where
                   part of a head is not turned, and not sharpened either.
+    query_factors factors of the queries in their dtype, [tokens, 1, 1]; None: none
     """
 
     cos: torch.Tensor
     sin: torch.Tensor
     score_factor: float
+    query_factors: torch.Tensor | None = None
 
 
 class RotaryEmbedding:
@@ -54,7 +56,14 @@ class RotaryEmbedding:
         cos, sin = angles.cos(), angles.sin()
         if self._turn_factor != 1.0:
             cos, sin = cos * self._turn_factor, sin * self._turn_factor
-        return Rotation(cos.to(dtype), sin.to(dtype), self._score_factor)
+        return Rotation(cos.to(dtype), sin.to(dtype), self._score_factor, self._query_factors(positions, dtype))
+
+    def _query_factors(self, positions: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+        """See `Rotation`."""
+        if self._facts.query_beta == 0.0:
+            return None
+        lengths = 1 + torch.floor(positions / self._facts.original_max_position_embeddings)
+        return (1 + self._facts.query_beta * torch.log(lengths)).to(dtype)[:, None, None]
 
     def _dynamic_frequencies(self, limits: torch.Tensor) -> torch.Tensor:
         """NTK scaling by a request's own limit, from its first token on: [tokens, rotary_dim / 2]."""

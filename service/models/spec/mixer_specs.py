@@ -19,6 +19,7 @@ class AttentionSpec:
     split            modules of queries, keys and values, which some trainers have in the place of one for all
     scale            of the scores
     rotary           which of the model's rotations turns queries and keys
+    turns_neighbours rotation turns elements 2i and 2i + 1 of a head together, not i and i + half; heads have no norms
     sliding_window   number of latest tokens a query sees, itself included; None: all of them
     score_cap        scores come out as cap * tanh(score / cap); None: as they are
     head_norms       modules of the norms of each query and each key head before rotation
@@ -38,6 +39,7 @@ class AttentionSpec:
     input_bias: bool = False
     output_bias: bool = False
     rotary: int = 0
+    turns_neighbours: bool = False
     sliding_window: int | None = None
     score_cap: float | None = None
     head_norms: tuple[str, str] | None = None

@@ -44,6 +44,7 @@ class RopeFacts:
                           longrope: the same, derived from factor and context
     beta_fast, beta_slow  yarn: rotations that bound the ramp
     truncate              yarn: round the bounds of the ramp to whole dimensions
+    query_beta            queries are multiplied with 1 + query_beta * log(1 + floor(position / original context))
     short_factors, long_factors
                           longrope: what each wavelength is stretched by, for requests within the original context and
                           beyond it
@@ -62,6 +63,7 @@ class RopeFacts:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    query_beta: float = 0.0
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
 

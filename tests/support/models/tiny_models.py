@@ -18,7 +18,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "lfm2", "phi3", "gemma2", "gemma3_text", "smollm3", "granite"),
-    *("olmo3", "qwen3_5_text", "qwen3_moe", "qwen3_5_moe_text"),
+    *("olmo3", "qwen3_5_text", "qwen3_moe", "qwen3_5_moe_text", "glm", "glm4", "ministral3", "granitemoehybrid"),
 )
 VOCAB_SIZE = 304
 SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
@@ -136,6 +136,38 @@ _BY_FAMILY: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 40,
         "tie_word_embeddings": False,
     },
+    "glm": {"num_attention_heads": 4, "head_dim": 20, "tie_word_embeddings": False},
+    "glm4": {"num_attention_heads": 4, "head_dim": 16, "rms_norm_eps": 1e-5, "tie_word_embeddings": False},
+    "ministral3": {
+        "num_attention_heads": 4,
+        "head_dim": 16,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 8,  # queries grow within the tests' prompts
+            "max_position_embeddings": 128,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.3,
+        },
+        "tie_word_embeddings": True,
+    },
+    "granitemoehybrid": {
+        "num_attention_heads": 4,
+        "layer_types": ["attention"] * 3,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 88,
+        "position_embedding_type": "rope",
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.2,
+        "residual_multiplier": 0.6,
+        "logits_scaling": 0.7,
+        "mamba_n_heads": 4,
+        "tie_word_embeddings": True,
+    },
     "granite": {
         "num_attention_heads": 4,
         "embedding_multiplier": 3.0,
@@ -157,6 +189,9 @@ OTHER_MIXERS = dict.fromkeys(FAMILIES, ()) | {
 MLP_MODULES = {family: ["gate_proj", "up_proj", "down_proj"] for family in FAMILIES} | {
     "phi3": ["gate_up_proj", "down_proj"],
     "lfm2": ["w1", "w2", "w3"],
+    "glm": ["gate_up_proj", "down_proj"],
+    "glm4": ["gate_up_proj", "down_proj"],
+    "granitemoehybrid": ["input_linear", "output_linear"],
     "qwen3_moe": [],  # PEFT takes the names of dense layers for those of experts too
     "qwen3_5_moe_text": ["gate_proj", "up_proj", "down_proj", "shared_expert_gate"],
 }

@@ -13,7 +13,8 @@ from tests.support.models.tiny_models import make_tokenizer, shake_vectors, tiny
 _VISION: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24}
 _SIGLIP = {**_VISION, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
 _QWEN = {**_VISION, "depth": 1, "num_heads": 2, "out_hidden_size": 48}
-# By model_type: the family of the text, what its text_config has of its own, and the rest of config.json.
+# By model_type, with the text's behind a hyphen where there are several: the family of the text, what its text_config
+# has of its own, and the rest of config.json.
 _WHOLES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "gemma3": (
         "gemma3_text",
@@ -33,6 +34,15 @@ _WHOLES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "vision_config": {**_SIGLIP, "model_type": "pixtral", "head_dim": 8},
             "image_token_index": 300,
             "tie_word_embeddings": False,
+        },
+    ),
+    "mistral3-ministral3": (
+        "ministral3",
+        {},
+        {
+            "vision_config": {**_SIGLIP, "model_type": "pixtral", "head_dim": 8},
+            "image_token_index": 300,
+            "tie_word_embeddings": True,
         },
     ),
     "qwen2_vl": (
@@ -96,7 +106,7 @@ def whole_config(family: str, **overrides: Any) -> transformers.PretrainedConfig
     """Of a tiny model; overrides are fields of config.json beside text_config."""
     text_family, text, rest = _WHOLES[family]
     inner = {"model_type": text_family, **tiny_fields(text_family), **text}
-    return transformers.AutoConfig.for_model(family, **{"text_config": inner, **rest, **overrides})
+    return transformers.AutoConfig.for_model(family.partition("-")[0], **{"text_config": inner, **rest, **overrides})
 
 
 def text_family_of(family: str) -> str:
