@@ -111,7 +111,7 @@ def listed_tokens(files: Mapping[Role, bytes], parsed: Mapping[Role, dict[str, A
     listed: dict[str, ListedToken] = {}
 
     def add(text: str | None, token_id: Any, role: Role, entry: Mapping[str, Any] = {}) -> None:
-        if text is None:
+        if not text:  # a token named "" is none, though templates see it as such
             return
         one = listed.setdefault(text, ListedToken())
         one.token_id = one.token_id if token_id is None else token_id

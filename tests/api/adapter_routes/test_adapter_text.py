@@ -90,6 +90,7 @@ def wanted(directory: Path, **options: Any) -> str:
         (TEMPLATE, {}, {"eos_token": END}),
         (TEMPLATE, {}, {"bos_token": "<|im_start|>", "eos_token": END}),
         (TEMPLATE, {"bos_token": None}, {}),
+        ("{{ bos_token is defined }}" + TEMPLATE, {"bos_token": "", "pad_token": ""}, {}),
         (TEMPLATE, {"bos_token": {"__type": "AddedToken", "content": "<|im_start|>", "lstrip": False}}, {}),
         ("{{ pad_token }}" + TEMPLATE, {}, {"pad_token": "</s>"}),
         ("{{ unk_token }}" + TEMPLATE, {}, {"unk_token": END}),
