@@ -16,7 +16,7 @@ from service.text.template_sandbox import TemplateError
 Message = dict[str, Any]
 Render = Callable[[list[Message], list[Message] | None], str | None]
 
-_FIRST, _SECOND = "probeonefirst", "probetwosecond"
+_FIRST, _TEXTS = "probeonefirst", ("probeonefirst", "probetwosecond", "probefourthird")
 # A key that no template reads: it shows in the text where parts are written as Python data or as JSON.
 _ODD_KEY = "probethreekey"
 _CALL = {"id": "callprobe", "type": "function", "function": {"name": "probe_tool", "arguments": {}}}
@@ -88,7 +88,7 @@ class ContentForms:
             return form == "text"
         match form:
             case "text":
-                takes = any(shown(_FIRST + _SECOND, _FIRST, _SECOND) for shown in self._questions(kind))
+                takes = any(shown("".join(_TEXTS), *_TEXTS) for shown in self._questions(kind))
             case "one part":
                 takes = any(shown(_odd_parts(_FIRST), _FIRST) for shown in self._questions(kind))
             case "parts":
@@ -122,9 +122,9 @@ def _kind(message: Mapping[str, Any]) -> str:
 
 
 def _takes_parts(shown: _Shown) -> bool | None:
-    """Whether a conversation shows two parts as it shows a text; None if it shows neither."""
-    texts = [shown(f"{_FIRST}{between}{_SECOND}", _FIRST, _SECOND) for between in ("", "\n")]
-    parts = shown(_odd_parts(_FIRST, _SECOND), _FIRST, _SECOND)
+    """Whether a conversation shows several parts as it shows a text; None if it shows neither."""
+    texts = [shown(between.join(_TEXTS), *_TEXTS) for between in ("", "\n")]
+    parts = shown(_odd_parts(*_TEXTS), *_TEXTS)
     if texts[0] is not None:
         return parts in texts
     return True if parts is not None else None if shown(_odd_parts(_FIRST), _FIRST) is None else False
@@ -142,7 +142,8 @@ def _odd_parts(*texts: str) -> _Parts:
 def _conversations(kind: str, other: Any) -> list[Callable[[Any], list[Message]]]:
     """From the content of a message of the kind to conversations that hold it; the messages beside it have `other`."""
     user, assistant = {"role": "user", "content": other}, {"role": "assistant", "content": other}
-    call = {**assistant, "content": "", "tool_calls": [_CALL]}
+    nothing = "" if isinstance(other, str) else _Parts([_Part(type="text", text="")])
+    call = {**assistant, "content": nothing, "tool_calls": [_CALL]}
     result = {"role": "tool", "tool_call_id": _CALL["id"], "name": "probe_tool", "content": other}
     given = {"role": kind}
     match kind:

@@ -144,6 +144,9 @@ CONTENTS = {
     "texts, else its own refusal": (
         "{% if m.content is string %}{{ m.content }}{% else %}{{ raise_exception('texts only') }}{% endif %}"
     ),
+    "texts, and the first and the last part": (
+        "{{ m.content if m.content is string else m.content[0].text ~ m.content[-1].text }}"
+    ),
     "only the first part": "{{ m.content[0].text }}",
     "parts alone": "{% for b in m.content | selectattr('type', 'equalto', 'text') %}{{ b.text }}{% endfor %}",
     "parts alone, by their tests": (
@@ -191,12 +194,12 @@ def test_no_part_is_lost_and_none_is_shown_as_python_data(
 ) -> None:
     source = shown_by(role, CONTENTS[name])
     template = ChatTemplate(source, special_tokens)
-    one, two = ({"type": "text", "text": text} for text in ("the one", "the other"))
+    one, two, three = ({"type": "text", "text": text} for text in ("the one", "the other", "more"))
 
     def expected(content: Any) -> str:
         return str(oracle.apply_chat_template(chat_with(role, content), chat_template=source, tokenize=False))
 
-    for parts, joined in (([one], "the one"), ([one, two], "the one\nthe other")):
+    for parts, joined in (([one], "the one"), ([one, two, three], "the one\nthe other\nmore")):
         from_parts, from_text = (template.render(chat_with(role, content)) for content in (parts, joined))
         if name in TAKE_PARTS:
             assert from_parts == expected(parts)
@@ -205,6 +208,14 @@ def test_no_part_is_lost_and_none_is_shown_as_python_data(
             assert from_parts == from_text == expected([{"type": "text", "text": joined}])
         else:
             assert from_parts == from_text == expected(joined)
+
+
+def test_a_result_is_shown_where_all_contents_are_parts(special_tokens: dict[str, str]) -> None:
+    """The probe's call has a part as well: a template that reads the first part of a call refuses texts."""
+    template = ChatTemplate("{% for m in messages %}[{{ m.role }}]{{ m.content[0].text }}{% endfor %}", special_tokens)
+    shown = "[system]sys[user]ask[assistant]said[tool]20 degrees[assistant]done"
+    for content in ("20 degrees", [{"type": "text", "text": "20 degrees"}]):
+        assert template.render(chat_with("tool", content)) == shown
 
 
 def test_where_tools_change_how_a_message_is_shown_no_python_data_is_shown(special_tokens: dict[str, str]) -> None:
