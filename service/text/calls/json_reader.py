@@ -20,8 +20,8 @@ _BEHIND_TEXT = ",:]}"
 
 class JsonReader:
     """An object or a list, up to its last bracket. Mended are raw control characters and quotes in texts, backslashes
-    that escape nothing, brackets that are missing or too many, commas behind a last item, and Python's words. What is
-    valid stays as it is.
+    that escape nothing, brackets that are missing or too many, a brace that stands twice, commas behind a last item,
+    and Python's words. What is valid stays as it is.
 
     start  where the first bracket stands
     mark   ends it where it stands outside of texts, or alone on a line, whatever is open; empty: nothing does
@@ -110,6 +110,8 @@ class JsonReader:
         char = held[self.at]
         if char == ",":
             return self._read_comma(held, is_all)
+        if char == "{":
+            return self._read_brace(held, is_all)
         if (word := _WORD.match(held, self.at)) is not None:
             if word.end() == len(held) and len(word[0]) <= _MAX_WORD_CHARS and not is_all:
                 return None
@@ -133,6 +135,17 @@ class JsonReader:
             return None
         self.at += 1
         return "" if begins or held[behind : behind + 1] in ("", "]", "}") else ","
+
+    def _read_brace(self, held: str, is_all: bool) -> str | None:
+        """An object begins with no other: of two braces the first is left out."""
+        if (behind := self._behind(held, is_all)) is None:
+            return None
+        self.at += 1
+        if held[behind : behind + 1] == "{":
+            return ""
+        self._open.append("}")
+        self._num_open["}"] += 1
+        return "{"
 
     def _close(self, char: str) -> str:
         """A bracket, with those that are missing before it; one that closes nothing is left out."""

@@ -37,7 +37,8 @@ def head(*keys: str) -> str:
 
 def named(*keys: str) -> str:
     """The same, up to the name."""
-    return rf"""\{{{_TEXTS}*?\s*+"(?:{"|".join(keys or ("name",))})"\s*+:\s*+(?P<quoted>"(?:[^"\\]|\\.)*+")"""
+    key = "|".join(keys or ("name",))
+    return rf"""(?:\{{\s*+)?\{{{_TEXTS}*?\s*+"(?:{key})"\s*+:\s*+(?P<quoted>"(?:[^"\\]|\\.)*+")"""
 
 
 def calls_in(text: str, name_keys: tuple[str, ...] = ("name",), *, is_cut: bool = False) -> list[Call] | None:

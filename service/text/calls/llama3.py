@@ -14,7 +14,7 @@ TAG = "<|python_tag|>"
 _KEYS = ("name", "type", "function", "parameters", "arguments")
 _NAME_KEYS = ("name", "function")
 _BLANKS = r"[ \t\r\n]{0,64}"
-_OPENING = re.compile(rf'\{{{_BLANKS}(?:"(?P<key>[a-z]*)(?:"{_BLANKS}(?P<colon>:)?)?)?')
+_OPENING = re.compile(rf'\{{{_BLANKS}(?:\{{{_BLANKS})?(?:"(?P<key>[a-z]*)(?:"{_BLANKS}(?P<colon>:)?)?)?')
 
 _BEFORE = rf"(?:{re.escape(TAG)})?\s*+"
 _HEAD, _NAMED = re.compile(_BEFORE + head(*_NAME_KEYS)), re.compile(_BEFORE + named(*_NAME_KEYS))
