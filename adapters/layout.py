@@ -59,7 +59,8 @@ class BaseLayout:
     layer_prefix what stands before the layer index in module paths, e.g. `model.layers.`
     weights      fingerprint of the base's weights: an adapter fits the weights it was trained on, so adapters of two
                  bases of one shape are kept apart by it
-    unadapted    modules whose adapters are not served, what is below them included: experts and their routers
+    unadapted    modules whose adapters are not served, what is below them included: experts
+    routers      of experts: projections, which stores are older than
     fixed        tensors beside the projections that no adapter changes, a convolution's weight say
     splits       slices that some trainers have as several modules
     ties_head    the head is the token embedding
@@ -73,6 +74,7 @@ class BaseLayout:
     projections: tuple[ProjectionSpec, ...]
     weights: str = ""
     unadapted: tuple[str, ...] = ()
+    routers: tuple[str, ...] = ()
     norms: tuple[Slice, ...] = ()
     splits: tuple[SplitModule, ...] = ()
     ties_head: bool = False

@@ -15,7 +15,7 @@ from adapters.peft.bound_tensors import BIAS, WEIGHT, Binding, BoundSlice, first
 from adapters.peft.config import AdapterConfig
 from adapters.peft.module_names import KnownModules, OutputRows, model_prefix, tail_of
 from adapters.peft.slice_mapping import Problems, SlicePiece, bind_slice, clashes, misfits, pieces_of
-from adapters.peft.target_patterns import endings, pattern_values, targeted
+from adapters.peft.target_patterns import endings, is_targeted_parameter, pattern_values, targeted
 from adapters.peft.tensor_names import FoundModule, OtherTensors, sort_in
 
 
@@ -127,18 +127,17 @@ def _bind_modules(
     `others`."""
     slices: list[BoundSlice] = []
     problems: Problems = []
-    paths = [entry.path for entry in found.values()]
-    ranks = pattern_values(list(config.rank_pattern), paths, "rank_pattern")
-    alphas = pattern_values(list(config.alpha_pattern), paths, "alpha_pattern")
+    paths = {name: _pattern_path(config, entry.path) for name, entry in found.items()}
+    ranks = pattern_values(list(config.rank_pattern), [*paths.values()], "rank_pattern")
+    alphas = pattern_values(list(config.alpha_pattern), [*paths.values()], "alpha_pattern")
     own_ranks = {
-        name: config.rank_pattern[ranks[entry.path]] if entry.path in ranks else config.rank
-        for name, entry in found.items()
+        name: config.rank_pattern[ranks[path]] if path in ranks else config.rank for name, path in paths.items()
     }
     of_embedding = [own_ranks[name] for name, entry in found.items() if entry.rows[0].module in known.embeddings]
     pieces: list[SlicePiece] = []
     for name, entry in found.items():
-        rank = own_ranks[name]
-        alpha = config.alpha_pattern[alphas[entry.path]] if entry.path in alphas else config.alpha
+        rank, path = own_ranks[name], paths[name]
+        alpha = config.alpha_pattern[alphas[path]] if path in alphas else config.alpha
         scaling = alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
         if config.ties_head and known.ties_head and entry.rows[0].module in known.heads:
             # Its weights are the embedding's, hence their rank, but it is scaled as its own settings say.
@@ -156,6 +155,11 @@ def _bind_modules(
             slices.append(bound)
             others.extras += extras
     return slices, problems
+
+
+def _pattern_path(config: AdapterConfig, path: str) -> str:
+    """The path that rank_pattern and alpha_pattern are matched with: of the parameter, where that is the target."""
+    return f"{path}.weight" if is_targeted_parameter(config, f"{path}.weight") else path
 
 
 def _check_targets(known: KnownModules, config: AdapterConfig, found: Mapping[str, FoundModule]) -> Problems:

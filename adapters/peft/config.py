@@ -47,7 +47,6 @@ NOT_SUPPORTED = {
     "layer_replication": "layer replication",
     "megatron_config": "Megatron layers",
     "monteclora_config": "Monte Carlo LoRA",
-    "target_parameters": "LoRA on bare parameters",
     "use_bdlora": "block-diagonal LoRA",
     "use_qalora": "QA-LoRA",
     "velora_config": "VeLoRA",
@@ -71,6 +70,7 @@ KNOWN = frozenset(
         "r",
         "rank_pattern",
         "target_modules",
+        "target_parameters",
         "task_type",
         "trainable_token_indices",
         "use_dora",
@@ -84,6 +84,7 @@ class AdapterConfig:
     """The settings of a PEFT LoRA configuration that change the computation.
 
     target_modules, exclude_modules  names (or path endings), or one regular expression / "all-linear"
+    target_parameters                names (or path endings) of adapted parameters: a router's weight is one
     layers_to_transform              None = all; only with a list of target_modules
     has_biases                       biases of the base's own projections were trained (`bias` "all" or "lora_only")
     use_dora, lora_bias              each adapted projection has a magnitude, or a bias beside lora_B
@@ -110,6 +111,7 @@ class AdapterConfig:
     ties_head: bool = False
     invocation: tuple[int, ...] = ()
     trained_tokens: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    target_parameters: tuple[str, ...] = ()
 
 
 def parse_config(text: bytes) -> AdapterConfig:
@@ -126,7 +128,7 @@ def parse_config(text: bytes) -> AdapterConfig:
         alpha_pattern={
             key: _number(value, f"alpha_pattern[{key!r}]") for key, value in _pattern(fields, "alpha_pattern")
         },
-        target_modules=_names(fields.get("target_modules"), "target_modules"),
+        target_modules=_names(fields.get("target_modules") or [], "target_modules"),
         exclude_modules=_names(fields.get("exclude_modules"), "exclude_modules"),
         layers_to_transform=_layers(fields.get("layers_to_transform")),
         layers_pattern=_layers_pattern(fields.get("layers_pattern")),
@@ -137,6 +139,7 @@ def parse_config(text: bytes) -> AdapterConfig:
         trained_tokens=_trained_tokens(fields.get("trainable_token_indices")),
         invocation=_invocation(fields.get("alora_invocation_tokens")),
         modules_to_save=tuple(_names(fields.get("modules_to_save") or [], "modules_to_save")),
+        target_parameters=_parameters(fields.get("target_parameters")),
     )
     if config.use_dora and config.lora_bias:
         raise Unsupported("adapter_config.json: use_dora together with lora_bias is not supported; train with either.")
@@ -146,7 +149,7 @@ def parse_config(text: bytes) -> AdapterConfig:
             "modules_to_save or trainable_token_indices, which would change the base before the invocation; train "
             "without these."
         )
-    if not config.target_modules:
+    if not config.target_modules and not config.target_parameters:
         raise Malformed("adapter_config.json: target_modules must name the adapted modules; add them.")
     if isinstance(config.target_modules, str) and (config.layers_to_transform is not None or config.layers_pattern):
         raise Malformed(
@@ -169,10 +172,7 @@ def _refuse_unsupported(fields: dict[str, Any]) -> None:
     for key, meaning in NOT_SUPPORTED.items():
         value = fields.get(key)
         if not _is_off(value):
-            # Experts' weights are bare parameters: this setting alone names them to the uploader.
-            names = [one for one in value if isinstance(one, str)] if isinstance(value, list) else []
-            named = f": {', '.join(names)[:500]}" if names else ""
-            raise Unsupported(f"adapter_config.json: {key} ({meaning}{named}) is not supported; train without it.")
+            raise Unsupported(f"adapter_config.json: {key} ({meaning}) is not supported; train without it.")
     task = fields.get("task_type")
     if not isinstance(task, str | None) or task not in TASK_TYPES:
         raise Unsupported(f"adapter_config.json: task_type {_show(task)} is not for text generation (CAUSAL_LM).")
@@ -271,6 +271,17 @@ def _names(value: Any, what: str) -> tuple[str, ...] | str:
     if not isinstance(value, list | None) or not all(isinstance(name, str) and name for name in value or ()):
         raise Malformed(f"adapter_config.json: {what} is {_show(value)}; it must be a list of names or a string.")
     return tuple(sorted(set(value or ())))
+
+
+def _parameters(value: Any) -> tuple[str, ...]:
+    names = _names(value or [], "target_parameters")
+    bare = [name for name in names if name.rpartition(".")[2] != "weight"]
+    if isinstance(names, str) or bare:
+        raise Unsupported(
+            f"adapter_config.json: target_parameters (LoRA on bare parameters: {', '.join(bare or [str(names)])[:500]})"
+            " is not supported but for weights of modules; train without it."
+        )
+    return names
 
 
 def _layers(value: Any) -> tuple[int, ...] | None:

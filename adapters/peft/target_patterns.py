@@ -49,11 +49,17 @@ def targeted(config: AdapterConfig, paths: Sequence[str], linear_paths: Iterable
         names, layers = frozenset(config.target_modules), frozenset(config.layers_to_transform or ())
         found = {path for path in paths if _in_targets(config, names, layers, path)}
     if isinstance(config.exclude_modules, str):
-        return found - (
-            _full_matches(config.exclude_modules, sorted(found), "exclude_modules") if config.exclude_modules else set()
+        excluded = (
+            _full_matches(config.exclude_modules, sorted(found), "exclude_modules") if config.exclude_modules else ()
         )
-    excluded = frozenset(config.exclude_modules)
-    return {path for path in found if not _ends_with_any(path, excluded)}
+    else:
+        excluded = {path for path in found if _ends_with_any(path, frozenset(config.exclude_modules))}
+    return found.difference(excluded) | {path for path in paths if is_targeted_parameter(config, f"{path}.weight")}
+
+
+def is_targeted_parameter(config: AdapterConfig, path: str) -> bool:
+    """Whether target_parameters names the parameter: PEFT excludes none of them."""
+    return _ends_with_any(path, frozenset(config.target_parameters))
 
 
 def pattern_values(keys: Sequence[str], paths: Sequence[str], what: str) -> dict[str, str]:

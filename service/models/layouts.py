@@ -57,6 +57,7 @@ def layout_of_spec(spec: ModelSpec) -> BaseLayout:
         ProjectionSpec(table, -1, "embeddings", "embedding", spec.vocab_size, (Slice(table, spec.hidden_size),))
     ]
     unadapted: list[str] = []
+    routers: list[str] = []
     fixed: list[str] = []
     norms: list[Slice] = []
     splits: list[SplitModule] = []
@@ -68,6 +69,7 @@ def layout_of_spec(spec: ModelSpec) -> BaseLayout:
             projections.append(ProjectionSpec(name, index, linear.group, "linear", linear.in_features, pieces))
             splits += (SplitModule(prefix + module, _slices(prefix, parts)) for module, parts in linear.splits.items())
         unadapted += (prefix + module for module in layer.mlp.unadapted)
+        routers += (prefix + module for module in layer.mlp.routers)
         replaced = {f"{norm}.weight" for norm in layer.mixer.norms}
         fixed += (prefix + tensor for tensor in layer.mixer.tensors if tensor not in replaced)
         norms += (Slice(prefix + norm, spec.hidden_size) for norm in layer.norms)
@@ -81,6 +83,7 @@ def layout_of_spec(spec: ModelSpec) -> BaseLayout:
         spec.layer_prefix,
         tuple(projections),
         unadapted=tuple(unadapted),
+        routers=tuple(routers),
         fixed=tuple(fixed),
         norms=tuple(norms),
         splits=tuple(splits),

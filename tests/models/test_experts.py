@@ -20,6 +20,14 @@ from service.models.families import model_spec
 from service.models.layouts import layout_of
 from service.models.loader import load_model
 from tests.models.test_parity import assert_parity
+from tests.support.engine.engine_parity import (
+    Oracle,
+    World,
+    answers_of,
+    assert_greedy,
+    make_requests,
+    make_world,
+)
 from tests.support.models.tiny_models import make_tiny_model, tiny_config
 
 FAMILIES = ("qwen3_moe", "qwen3_5_moe_text")
@@ -108,13 +116,12 @@ def tensors_of(*paths: str) -> dict[str, Tensor]:
 UNADAPTED = {
     "bare-parameters": ("mlp.experts", "mlp.experts.base_layer"),
     "one-by-one": ("mlp.experts.3.gate_proj", "mlp.experts.6.down_proj"),
-    "router": ("mlp.gate",),
 }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("case", UNADAPTED)
-def test_adapters_of_experts_and_routers_are_refused_with_the_list(case: str, family: str) -> None:
+def test_adapters_of_experts_are_refused_with_the_list(case: str, family: str) -> None:
     paths = [f"{LAYER[family]}.{module}" for module in UNADAPTED[case]]
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": "all-linear"}
     tensors = tensors_of(f"{LAYER[family]}.self_attn.q_proj", *paths)
@@ -123,7 +130,30 @@ def test_adapters_of_experts_and_routers_are_refused_with_the_list(case: str, fa
     assert {f"{path}.lora_{side}.weight" for path in paths for side in "AB"} <= {
         name.removeprefix("base_model.model.") for name, reason in caught.value.problems if "experts" in reason
     }
-    assert "adapters of experts and of their routers" in str(caught.value)
+    assert "adapters of experts" in str(caught.value)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, device: str) -> World:
+    """Adapters that name what they train in each of PEFT's ways."""
+    router = {"target_parameters": ["mlp.gate.weight"]}
+    specs: dict[str, dict[str, Any]] = {
+        "router": {"rank": 4, "target_modules": ["q_proj"], **router, "rank_pattern": {"gate.weight": 3}},
+        "router-alone": {"rank": 5, "target_modules": [], **router, "alpha_pattern": {"mlp.gate.weight": 20}},
+        "attention": {"rank": 8, "target_modules": ["q_proj", "v_proj"]},
+    }
+    return make_world(request.param, tmp_path_factory.mktemp(request.param), device, specs=specs)
+
+
+def test_mixed_batches_equal_peft(world: World) -> None:
+    """Prompts in chunks and decode steps, beside an adapter of attention and the base; each adapter says its own."""
+    requests = make_requests(world, 2 * (1 + len(world.adapters)), max_prompt=20)
+    answers = answers_of(world, requests, token_budget=24, max_sequences=6, num_rows=64)
+    oracle = Oracle(world)
+    for request in requests:
+        assert_greedy(oracle, request, answers[request.name].tokens)
+    first_round = {tuple(answers[request.name].tokens[:8]) for request in requests[: 1 + len(world.adapters)]}
+    assert len(first_round) == 1 + len(world.adapters)
 
 
 def test_sizes_of_a_published_model_are_read() -> None:
@@ -147,5 +177,5 @@ def test_sizes_of_a_published_model_are_read() -> None:
     spec = model_spec(config)
     assert len(spec.moes) == 48 and not spec.mlps
     layout = layout_of(config)
-    assert {p.group for p in layout.projections} == {"attention", "embeddings"}
-    assert layout.unadapted[:2] == ("model.layers.0.mlp.gate", "model.layers.0.mlp.experts")
+    assert {p.name.rpartition(".")[2] for p in layout.projections if p.group == "mlp"} == {"gate"}
+    assert layout.unadapted[0] == "model.layers.0.mlp.experts"

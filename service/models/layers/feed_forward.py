@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from kernels.experts.ops import experts, route
-from kernels.linear.ops import linear
 from kernels.lora.maps import LoraMaps, LoraStack
 from kernels.swiglu import ops as swiglu_ops
 from service.models.layers.weights import Weights
@@ -48,7 +47,7 @@ class MixtureOfExperts:
     def __init__(self, weights: Weights, prefix: str, moe: MoeSpec, spec: ModelSpec) -> None:
         """prefix  before the names of the layer's modules, "model.layers.3." for example"""
         name = prefix + moe.name
-        self._router = weights.unadapted(f"{name}.{moe.router}")
+        self._router = weights.projection(f"{name}.{moe.router}")
         self._experts = weights.experts(f"{name}.{moe.experts}", moe.num_experts, moe.size, spec.hidden_size)
         self._shared = None if moe.shared is None else GatedMlp(weights, prefix + moe.shared.name, moe.shared)
         self._shared_gate = None if moe.shared is None else weights.projection(f"{name}.{moe.shared_gate}")
@@ -62,7 +61,7 @@ class MixtureOfExperts:
     def warm_up(self) -> None:
         """Compile what steps of any size need here."""
         packed = self._experts
-        swiglu_ops.warm_up(packed.size, packed.dtype, self._router.data.device)
+        swiglu_ops.warm_up(packed.size, packed.dtype, self._router.weight.data.device)
         if self._shared is not None:
             self._shared.warm_up()
 
@@ -72,7 +71,8 @@ class MixtureOfExperts:
         return None if self._shared is None else self._shared.fused_stack
 
     def __call__(self, x: torch.Tensor, lora: LoraMaps | None, window_rows: int) -> torch.Tensor:
-        chosen, weights = route(linear(x, self._router), self._spec.num_chosen, normalises=self._spec.normalises)
+        logits = self._router(x, lora, window_rows)
+        chosen, weights = route(logits, self._spec.num_chosen, normalises=self._spec.normalises)
         out = experts(x, chosen, weights, self._experts)
         if self._shared is None or self._shared_gate is None:
             return out

@@ -8,7 +8,7 @@ import torch
 
 from adapters.layout import BaseLayout
 from kernels.experts.ops import PackedExperts, pack_experts
-from kernels.linear.ops import PackedWeight, pack_weight
+from kernels.linear.ops import pack_weight
 from service.models.checkpoint.checkpoint import TensorSource
 from service.models.layers.projection import Projection
 from service.models.spec.model_spec import ModelSpec
@@ -71,12 +71,6 @@ class Weights:
         weights = [self._stored(f"{module}.weight") for module in modules]
         biases = [self._stored(f"{module}.bias") for module in modules if f"{module}.bias" in self._shapes]
         return self._pack(name, self._join(weights), self._join(biases) if biases else None)
-
-    def unadapted(self, name: str) -> PackedWeight:
-        """The weight of a module that no adapter binds to. Raises ModelError."""
-        packed = pack_weight(self._join([self._stored(f"{name}.weight")]))
-        self.num_bytes += packed.nbytes
-        return packed
 
     def experts(self, name: str, num_experts: int, size: int, hidden_size: int) -> PackedExperts:
         """The experts of a layer, which checkpoints hold one by one, or all in one tensor for gate and up and one for

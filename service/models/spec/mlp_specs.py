@@ -36,6 +36,11 @@ class MlpSpec:
         return ()
 
     @property
+    def routers(self) -> tuple[str, ...]:
+        """Routers of experts: there are none."""
+        return ()
+
+    @property
     def packed_tensors(self) -> tuple[str, ...]:
         """Tensors of all experts: there are none."""
         return ()
@@ -80,7 +85,12 @@ class MoeSpec:
     @property
     def unadapted(self) -> tuple[str, ...]:
         """Modules that adapters cannot bind to yet."""
-        return f"{self.name}.{self.router}", f"{self.name}.{self.experts}"
+        return (f"{self.name}.{self.experts}",)
+
+    @property
+    def routers(self) -> tuple[str, ...]:
+        """The router of the experts."""
+        return (f"{self.name}.{self.router}",)
 
     @property
     def packed_tensors(self) -> tuple[str, str]:
@@ -89,21 +99,21 @@ class MoeSpec:
         return f"{experts}.gate_up_proj", f"{experts}.down_proj"
 
     def linears(self, hidden_size: int) -> tuple[Linear, ...]:
-        """Those of the expert of all tokens, and its gate."""
+        """The router; those of the expert of all tokens, and its gate."""
+        router = f"{self.name}.{self.router}"
+        linears = (Linear(router, "mlp", hidden_size, {router: self.num_experts}),)
         if self.shared is None:
-            return ()
+            return linears
         gate = f"{self.name}.{self.shared_gate}"
-        return (*self.shared.linears(hidden_size), Linear(gate, "mlp", hidden_size, {gate: 1}))
+        return (*linears, *self.shared.linears(hidden_size), Linear(gate, "mlp", hidden_size, {gate: 1}))
 
     def tensors(self, hidden_size: int, *, is_packed: bool) -> Shapes:
-        """Tensors of checkpoints beside the projections: the router's weight, and the experts in `packed_tensors`, or
-        else one by one."""
-        router: Shapes = {f"{self.name}.{self.router}.weight": (self.num_experts, hidden_size)}
+        """Tensors of checkpoints beside the projections: the experts in `packed_tensors`, or else one by one."""
         if is_packed:
             shapes = ((self.num_experts, 2 * self.size, hidden_size), (self.num_experts, hidden_size, self.size))
-            return router | dict(zip(self.packed_tensors, shapes, strict=True))
+            return dict(zip(self.packed_tensors, shapes, strict=True))
         into, out = (self.size, hidden_size), (hidden_size, self.size)
-        return router | {
+        return {
             f"{self.name}.{self.experts}.{expert}.{part}.weight": shape
             for expert in range(self.num_experts)
             for part, shape in (("gate_proj", into), ("up_proj", into), ("down_proj", out))
