@@ -13,7 +13,7 @@ import torch
 from kernels.compile_ahead import Variant, asked_for, can_compile_ahead, fill_cache, is_cached
 from kernels.platform import Platform, installed
 from kernels.probe.cases.registry import Case, cases_of
-from kernels.probe.cases.test_tensors import Place
+from kernels.probe.cases.tensors import Place
 from kernels.probe.run import candidates
 from kernels.shapes import ProbeShapes
 

@@ -18,7 +18,7 @@ import torch
 
 from kernels.platform import HEADS_FIRST, IMPLEMENTATIONS, REGIME_OF_CASE, Platform, detect, installed
 from kernels.probe.cases.registry import Case, cases_of
-from kernels.probe.cases.test_tensors import Place
+from kernels.probe.cases.tensors import Place
 from kernels.probe.op_reports import OpReport, Trial, TrialStatus
 from kernels.shapes import ProbeShapes
 

@@ -412,6 +412,13 @@ class TestBatch:
         assert answer.json()["choices"] == wanted
         assert answer.json()["object"] == "chat.completion"
         assert answer.json()["usage"]["total_tokens"] == sum(one["usage"]["total_tokens"] for one in alone)
+        long = [{"role": "user", "content": "the cat " * 30}]
+        for _ in range(3):  # from the second time on the prefix cache knows it
+            one = server.post("/v1/chat/completions", json={"messages": long, **asked}).json()["usage"]
+        both = server.post("/v1/chat/completions/batch", json={"messages": [long, long], **asked}).json()["usage"]
+        assert one["prompt_tokens_details"]["cached_tokens"] > 0
+        assert both["prompt_tokens_details"] == {"cached_tokens": 2 * one["prompt_tokens_details"]["cached_tokens"]}
+        assert both["completion_tokens_details"] == {"reasoning_tokens": 0}
         for change, param in (
             ({"stream": True}, "stream"),
             ({"n": 2}, "n"),

@@ -33,7 +33,7 @@ from kernels.platform import (
     installed,
 )
 from kernels.probe.cases.registry import cases_of
-from kernels.probe.cases.test_tensors import Place
+from kernels.probe.cases.tensors import Place
 from kernels.probe.child import DEVICE_IS_LOST
 from kernels.probe.choose import with_reports
 from kernels.probe.isolated import ProbeWork, probe_apart

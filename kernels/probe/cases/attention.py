@@ -8,7 +8,7 @@ from kernels.attention_maps import AttentionMaps
 from kernels.paged_attention import ops
 from kernels.paged_attention.cache_layout import made
 from kernels.platform import in_use
-from kernels.probe.cases.test_tensors import Place, Prepared
+from kernels.probe.cases.tensors import Place, Prepared
 from kernels.shapes import ProbeShapes
 
 _NUM_BLOCKS = 10

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels.causal_conv1d import ops
-from kernels.probe.cases.test_tensors import Place, Prepared
+from kernels.probe.cases.tensors import Place, Prepared
 from kernels.shapes import ProbeShapes
 
 # Per sequence: tokens, state line (-1 is padding), whether it has a state. Lines 0 and 4 are nobody's.

@@ -10,7 +10,7 @@ import torch
 from kernels.linear import ops as linear_ops
 from kernels.paged_attention.cache_layout import made
 from kernels.platform import in_use
-from kernels.probe.cases.test_tensors import Place, Prepared
+from kernels.probe.cases.tensors import Place, Prepared
 from kernels.rms_norm import ops as rms_norm_ops
 from kernels.rotary_kv import ops as rotary_kv_ops
 from kernels.shapes import ProbeShapes

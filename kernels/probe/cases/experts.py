@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels.experts import ops
-from kernels.probe.cases.test_tensors import Place, Prepared
+from kernels.probe.cases.tensors import Place, Prepared
 from kernels.shapes import ProbeShapes
 
 _NUM_TOKENS = 9

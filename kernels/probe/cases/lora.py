@@ -9,7 +9,7 @@ import torch
 
 from kernels.lora import ops
 from kernels.lora.maps import LoraMaps, LoraStack, Segment
-from kernels.probe.cases.test_tensors import Place, Prepared
+from kernels.probe.cases.tensors import Place, Prepared
 from kernels.shapes import ProbeShapes
 
 # Tokens of each adapter in the step: decode tokens and a chunk; chunks that make the step large, since there are other

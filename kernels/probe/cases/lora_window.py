@@ -7,7 +7,7 @@ import torch
 from kernels.lora.maps import LoraMaps, LoraStack
 from kernels.lora_window import ops
 from kernels.probe.cases.lora import FEW, MANY, make_maps, make_stack, qkv_widths
-from kernels.probe.cases.test_tensors import Place, Prepared
+from kernels.probe.cases.tensors import Place, Prepared
 from kernels.shapes import ProbeShapes
 
 # Rows of A are not read here.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from kernels.probe.cases import attention, conv, delta, dense, experts, lora, lora_window, row_scatter, sampling
-from kernels.probe.cases.test_tensors import Place, Prepared
+from kernels.probe.cases.tensors import Place, Prepared
 from kernels.shapes import ProbeShapes
 
 Case = Callable[[ProbeShapes, Place], Prepared]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from kernels.probe.cases.test_tensors import Place, Prepared
+from kernels.probe.cases.tensors import Place, Prepared
 from kernels.row_scatter import ops
 from kernels.row_scatter.pieces import RowPiece, RowPieces, RowTensorSet
 from kernels.shapes import ProbeShapes

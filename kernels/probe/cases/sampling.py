@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from kernels.probe.cases.test_tensors import Place, Prepared
+from kernels.probe.cases.tensors import Place, Prepared
 from kernels.sampling import ops
 from kernels.sampling.parameter_rows import index_of, neutral_row
 from kernels.sampling.sampling_request import GivenRow, RowSampling, ask, mask_of

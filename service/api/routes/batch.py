@@ -120,10 +120,14 @@ def _joined(answers: list[dict[str, Any]]) -> dict[str, Any]:
         {**one["choices"][0], "index": index, **{name: one[name] for name in own if one.get(name) is not None}}
         for index, one in enumerate(answers)
     ]
-    counts = ("prompt_tokens", "completion_tokens", "total_tokens")
-    usage = {name: sum(one["usage"][name] for one in answers) for name in counts}
     shared = {name: value for name, value in answers[0].items() if name not in own}
-    return {**shared, "choices": choices, "usage": usage}
+    return {**shared, "choices": choices, "usage": _summed([one["usage"] for one in answers])}
+
+
+def _summed(counts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Token counts added up by name, and so are the details inside them."""
+    columns = {name: [one[name] for one in counts] for name in counts[0]}
+    return {name: _summed(each) if isinstance(each[0], dict) else sum(each) for name, each in columns.items()}
 
 
 async def _answers(

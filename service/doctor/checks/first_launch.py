@@ -65,7 +65,7 @@ def main(device_name: str, model_dir: str) -> None:
 
     from kernels.platform import IMPLEMENTATIONS, detect, in_use, install, prepare
     from kernels.probe.cases.lora import linear
-    from kernels.probe.cases.test_tensors import Place
+    from kernels.probe.cases.tensors import Place
     from kernels.shapes import ProbeShapes
     from service.models.families import model_spec
     from service.models.spec.config_json import read_config

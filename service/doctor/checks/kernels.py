@@ -14,7 +14,7 @@ from kernels.platform import MAX_CACHE_ELEMENTS, detect, in_use, installed, prep
 from kernels.probe import run as probing
 from kernels.probe.cases.lora import race_cases
 from kernels.probe.cases.registry import Case, cases_of
-from kernels.probe.cases.test_tensors import Place
+from kernels.probe.cases.tensors import Place
 from kernels.probe.op_reports import OpReport
 from kernels.shapes import ProbeShapes
 from service.doctor.checks.step_process import StepHost
