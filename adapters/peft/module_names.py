@@ -89,7 +89,7 @@ class KnownModules:
         tail = f"{tail_of(path)}."
         module = next((module for module in self.unadapted if tail.startswith(f"{module}.")), None)
         if module is not None:
-            return f"adapters of experts ({module}) are not served: train without these modules"
+            return f"adapters of experts and of float32 routers ({module}) are not served: train without them"
         module = next((module for module in self._fixed if tail.startswith(f"{module}.")), None)
         return None if module is None else f"adapters that change {module} are not served: train without it"
 

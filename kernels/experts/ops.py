@@ -1,6 +1,6 @@
 """The experts of a sparse feed-forward layer: the public, checked ops.
 
-route    probabilities = softmax(logits), the largest of them and their experts, for each token
+route    probabilities = softmax(logits) or sigmoid(logits), the experts with the largest ones, for each token
 experts  out[t] = sum over j of weights[t, j] * mlp(x[t], chosen[t, j])
          mlp(x, e) = down[e] @ (silu(gate[e] @ x) * (up[e] @ x))
 
@@ -50,17 +50,31 @@ def pack_experts(gate_up: torch.Tensor, down: torch.Tensor) -> PackedExperts:
     return packed
 
 
-def route(logits: torch.Tensor, num_chosen: int, *, normalises: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def route(
+    logits: torch.Tensor,
+    num_chosen: int,
+    *,
+    normalises: bool,
+    correction: torch.Tensor | None = None,
+    scale: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(chosen int64 [tokens, num_chosen], weights of the logits' dtype, same shape) of logits [tokens, num_experts].
 
     normalises  divide the weights by their sum
+    correction  float32 [num_experts], added to the probabilities for the choice alone; they are sigmoids then
+    scale       factor of the weights
 
     In float32 inside, like transformers' routers; the same plain torch on every device.
     """
-    weights, chosen = torch.softmax(logits, dim=1, dtype=torch.float32).topk(num_chosen, dim=1)
+    if correction is None:
+        weights, chosen = torch.softmax(logits, dim=1, dtype=torch.float32).topk(num_chosen, dim=1)
+    else:
+        probabilities = torch.sigmoid(logits.float())
+        chosen = (probabilities + correction).topk(num_chosen, dim=1).indices
+        weights = probabilities.gather(1, chosen)
     if normalises:
         weights = weights / weights.sum(dim=1, keepdim=True)
-    return chosen, weights.to(logits.dtype)
+    return chosen, (weights * scale if scale != 1.0 else weights).to(logits.dtype)
 
 
 def experts(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, packed: PackedExperts) -> torch.Tensor:

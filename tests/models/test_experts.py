@@ -30,8 +30,8 @@ from tests.support.engine.engine_parity import (
 )
 from tests.support.models.tiny_models import make_tiny_model, tiny_config
 
-FAMILIES = ("qwen3_moe", "qwen3_5_moe_text")
-LAYER = {"qwen3_moe": "model.layers.0", "qwen3_5_moe_text": "model.layers.1"}
+FAMILIES = ("qwen3_moe", "qwen3_5_moe_text", "glm4_moe")
+LAYER = {"qwen3_moe": "model.layers.0", "qwen3_5_moe_text": "model.layers.1", "glm4_moe": "model.layers.1"}
 PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -133,7 +133,14 @@ def test_adapters_of_experts_are_refused_with_the_list(case: str, family: str) -
     assert "adapters of experts" in str(caught.value)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+def test_adapters_of_a_router_in_float32_are_refused() -> None:
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": "all-linear"}
+    tensors = tensors_of("model.layers.1.self_attn.q_proj", "model.layers.1.mlp.gate")
+    with pytest.raises(BindingError, match=r"float32 routers \(layers\.1\.mlp\.gate\)"):
+        bind(layout_of(config_of("glm4_moe")), parse_config(json.dumps(config).encode()), tensors)
+
+
+@pytest.fixture(scope="module", params=[family for family in FAMILIES if family != "glm4_moe"])
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, device: str) -> World:
     """Adapters that name what they train in each of PEFT's ways."""
     router = {"target_parameters": ["mlp.gate.weight"]}

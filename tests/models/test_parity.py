@@ -100,6 +100,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "granite-biases": ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}),
     "granitemoehybrid-no-positions": ("granitemoehybrid", {"position_embedding_type": None, "attention_bias": True}),
     "glm-whole-heads": ("glm", {"partial_rotary_factor": 1.0, "attention_bias": False}),
+    "glm4_moe-as-air": ("glm4_moe", {"use_qk_norm": False, "routed_scaling_factor": 1.0, "norm_topk_prob": False}),
     "rope-theta": ("qwen3", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
     "rope-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}}),
     "rope-dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}}),

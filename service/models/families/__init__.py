@@ -45,6 +45,7 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], ModelSpec]] = MappingProxyT
         "granitemoehybrid": granite.read_hybrid,
         "glm": glm.read,
         "glm4": glm.read_sandwiched,
+        "glm4_moe": glm.read_moe,
         "ministral3": mistral.read_ministral,
         "mistral3": mistral.read_whole,
         "qwen2_vl": qwen2.read_whole,

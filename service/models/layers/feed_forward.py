@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import torch
+from torch.nn import functional
 
 from kernels.experts.ops import experts, route
 from kernels.lora.maps import LoraMaps, LoraStack
 from kernels.swiglu import ops as swiglu_ops
+from service.models.layers.projection import Projection
 from service.models.layers.weights import Weights
 from service.models.spec.model_spec import MlpSpec, ModelSpec, MoeSpec
 
@@ -42,15 +44,23 @@ class GatedMlp:
 
 
 class MixtureOfExperts:
-    """The weighted sum of the experts that the router chose for each token, plus sigmoid(gate(x)) * shared(x)."""
+    """The weighted sum of the experts that the router chose for each token, plus shared(x), or
+    sigmoid(gate(x)) * shared(x)."""
 
     def __init__(self, weights: Weights, prefix: str, moe: MoeSpec, spec: ModelSpec) -> None:
         """prefix  before the names of the layer's modules, "model.layers.3." for example"""
         name = prefix + moe.name
-        self._router = weights.projection(f"{name}.{moe.router}")
+        self._router: Projection | torch.Tensor  # with a correction float32 [num_experts, hidden_size]
+        self._correction: torch.Tensor | None = None
+        if moe.correction is None:
+            self._router = weights.projection(f"{name}.{moe.router}")
+        else:
+            self._router = weights.exact(f"{name}.{moe.router}.weight")
+            self._correction = weights.exact(f"{name}.{moe.correction}")
         self._experts = weights.experts(f"{name}.{moe.experts}", moe.num_experts, moe.size, spec.hidden_size)
         self._shared = None if moe.shared is None else GatedMlp(weights, prefix + moe.shared.name, moe.shared)
-        self._shared_gate = None if moe.shared is None else weights.projection(f"{name}.{moe.shared_gate}")
+        has_gate = moe.shared is not None and moe.shared_gate is not None
+        self._shared_gate = weights.projection(f"{name}.{moe.shared_gate}") if has_gate else None
         self._spec = moe
 
     @property
@@ -61,7 +71,8 @@ class MixtureOfExperts:
     def warm_up(self) -> None:
         """Compile what steps of any size need here."""
         packed = self._experts
-        swiglu_ops.warm_up(packed.size, packed.dtype, self._router.weight.data.device)
+        router = self._router if isinstance(self._router, torch.Tensor) else self._router.weight.data
+        swiglu_ops.warm_up(packed.size, packed.dtype, router.device)
         if self._shared is not None:
             self._shared.warm_up()
 
@@ -71,11 +82,22 @@ class MixtureOfExperts:
         return None if self._shared is None else self._shared.fused_stack
 
     def __call__(self, x: torch.Tensor, lora: LoraMaps | None, window_rows: int) -> torch.Tensor:
-        logits = self._router(x, lora, window_rows)
-        chosen, weights = route(logits, self._spec.num_chosen, normalises=self._spec.normalises)
-        out = experts(x, chosen, weights, self._experts)
-        if self._shared is None or self._shared_gate is None:
+        if isinstance(self._router, torch.Tensor):
+            logits = functional.linear(x.float(), self._router)
+        else:
+            logits = self._router(x, lora, window_rows)
+        chosen, weights = route(
+            logits,
+            self._spec.num_chosen,
+            normalises=self._spec.normalises,
+            correction=self._correction,
+            scale=self._spec.scale,
+        )
+        out = experts(x, chosen, weights.to(x.dtype), self._experts)
+        if self._shared is None:
             return out
+        if self._shared_gate is None:
+            return out + self._shared(x, lora, window_rows)
         gate = torch.sigmoid(self._shared_gate(x, lora, window_rows))
         return out + gate * self._shared(x, lora, window_rows)
 

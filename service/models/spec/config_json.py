@@ -21,7 +21,7 @@ _OBJECTS = ("rope_parameters", "rope_scaling", "quantization_config")
 _LISTS = ("layer_types", "mlp_only_layers", "full_attn_idxs", "no_rope_layers")
 _FLAGS = (
     *("attention_bias", "mlp_bias", "conv_bias", "tie_word_embeddings", "tie_embedding", "use_sliding_window"),
-    *("norm_topk_prob", "block_auto_adjust_ff_dim", "attn_output_gate"),
+    *("norm_topk_prob", "block_auto_adjust_ff_dim", "attn_output_gate", "use_qk_norm"),
 )
 _TEXTS = ("dtype", "torch_dtype")
 _NUMBERS = (

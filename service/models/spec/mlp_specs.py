@@ -63,34 +63,40 @@ class MlpSpec:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeSpec:
     """A mixture of experts: each token has the weighted sum of those few of them that its router chose, and perhaps
-    the output of an expert of all tokens, times the sigmoid of a gate.
+    the output of an expert of all tokens, times the sigmoid of a gate if it has one.
 
     num_chosen   experts of a token
     size         width of each expert
-    normalises   the weights of a token's experts add up to 1
+    normalises   the weights of a token's experts add up to 1, before `scale`
+    scale        of the weights
+    correction   tensor [num_experts] that is added to the router's probabilities for the choice alone; they are the
+                 sigmoids of logits that are computed in float32. None: a softmax of logits in the model's dtype
     shared       the expert of all tokens; None: there is none
-    shared_gate  its gate's module
+    shared_gate  its gate's module; None: it has no gate
     """
 
     num_experts: int
     num_chosen: int
     size: int
     normalises: bool
+    scale: float = 1.0
+    correction: str | None = None
     shared: MlpSpec | None = None
     name: str = "mlp"
     router: str = "gate"
     experts: str = "experts"
-    shared_gate: str = "shared_expert_gate"
+    shared_gate: str | None = "shared_expert_gate"
 
     @property
     def unadapted(self) -> tuple[str, ...]:
         """Modules that adapters cannot bind to yet."""
-        return (f"{self.name}.{self.experts}",)
+        exact = () if self.correction is None else (f"{self.name}.{self.router}",)
+        return (*exact, f"{self.name}.{self.experts}")
 
     @property
     def routers(self) -> tuple[str, ...]:
-        """The router of the experts."""
-        return (f"{self.name}.{self.router}",)
+        """The router of the experts, if adapters bind to it."""
+        return (f"{self.name}.{self.router}",) if self.correction is None else ()
 
     @property
     def packed_tensors(self) -> tuple[str, str]:
@@ -99,21 +105,30 @@ class MoeSpec:
         return f"{experts}.gate_up_proj", f"{experts}.down_proj"
 
     def linears(self, hidden_size: int) -> tuple[Linear, ...]:
-        """The router; those of the expert of all tokens, and its gate."""
+        """The router, but an exact one; those of the expert of all tokens, and its gate if it has one."""
         router = f"{self.name}.{self.router}"
-        linears = (Linear(router, "mlp", hidden_size, {router: self.num_experts}),)
+        linears: tuple[Linear, ...] = ()
+        if self.correction is None:
+            linears = (Linear(router, "mlp", hidden_size, {router: self.num_experts}),)
         if self.shared is None:
             return linears
+        if self.shared_gate is None:
+            return (*linears, *self.shared.linears(hidden_size))
         gate = f"{self.name}.{self.shared_gate}"
         return (*linears, *self.shared.linears(hidden_size), Linear(gate, "mlp", hidden_size, {gate: 1}))
 
     def tensors(self, hidden_size: int, *, is_packed: bool) -> Shapes:
-        """Tensors of checkpoints beside the projections: the experts in `packed_tensors`, or else one by one."""
+        """Tensors of checkpoints beside the projections: an exact router's weight and correction, and the experts in
+        `packed_tensors`, or else one by one."""
+        router: Shapes = {}
+        if self.correction is not None:
+            router[f"{self.name}.{self.router}.weight"] = (self.num_experts, hidden_size)
+            router[f"{self.name}.{self.correction}"] = (self.num_experts,)
         if is_packed:
             shapes = ((self.num_experts, 2 * self.size, hidden_size), (self.num_experts, hidden_size, self.size))
-            return dict(zip(self.packed_tensors, shapes, strict=True))
+            return router | dict(zip(self.packed_tensors, shapes, strict=True))
         into, out = (self.size, hidden_size), (hidden_size, self.size)
-        return {
+        return router | {
             f"{self.name}.{self.experts}.{expert}.{part}.weight": shape
             for expert in range(self.num_experts)
             for part, shape in (("gate_proj", into), ("up_proj", into), ("down_proj", out))

@@ -60,6 +60,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     ),
     "glm-4-9b-chat-hf": _config("glm", 40, 4096, 13_696, (32, 2), 151_552),
     "GLM-4-9B-0414": _config("glm4", 40, 4096, 13_696, (32, 2), 151_552),
+    "GLM-4.5-Air": _config(
+        *("glm4_moe", 46, 4096, 10_944, (96, 8), 151_552), head_dim=128, attention_bias=True, partial_rotary_factor=0.5
+    ),
     "Ministral-3-8B": _config("ministral3", 34, 4096, 14_336, (32, 8), 131_072),
     "Qwen3.5-0.8B": _config("qwen3_5_text", 24, 1024, 3584, (8, 2), 248_320, linear_num_value_heads=16, **_TIED),
     "Qwen3.5-2B": _config("qwen3_5_text", 24, 2048, 6144, (8, 2), 248_320, linear_num_value_heads=16, **_TIED),

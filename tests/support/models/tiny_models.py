@@ -18,7 +18,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "lfm2", "phi3", "gemma2", "gemma3_text", "smollm3", "granite"),
-    *("olmo3", "qwen3_5_text", "qwen3_moe", "qwen3_5_moe_text", "glm", "glm4", "ministral3", "granitemoehybrid"),
+    *("olmo3", "qwen3_5_text", "qwen3_moe", "qwen3_5_moe_text", "glm", "glm4", "glm4_moe", "ministral3"),
+    "granitemoehybrid",
 )
 VOCAB_SIZE = 304
 SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
@@ -138,6 +139,20 @@ _BY_FAMILY: dict[str, dict[str, Any]] = {
     },
     "glm": {"num_attention_heads": 4, "head_dim": 20, "tie_word_embeddings": False},
     "glm4": {"num_attention_heads": 4, "head_dim": 16, "rms_norm_eps": 1e-5, "tie_word_embeddings": False},
+    "glm4_moe": {
+        "num_attention_heads": 4,
+        "head_dim": 16,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "first_k_dense_replace": 1,
+        "n_routed_experts": 7,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "n_shared_experts": 2,
+        "routed_scaling_factor": 2.5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5},
+        "tie_word_embeddings": False,
+    },
     "ministral3": {
         "num_attention_heads": 4,
         "head_dim": 16,
@@ -161,10 +176,10 @@ _BY_FAMILY: dict[str, dict[str, Any]] = {
         "num_local_experts": 0,
         "shared_intermediate_size": 88,
         "position_embedding_type": "rope",
-        "embedding_multiplier": 3.0,
+        "embedding_multiplier": 0.5,
         "attention_multiplier": 0.2,
-        "residual_multiplier": 0.6,
-        "logits_scaling": 0.7,
+        "residual_multiplier": 0.9,
+        "logits_scaling": 0.5,
         "mamba_n_heads": 4,
         "tie_word_embeddings": True,
     },
@@ -192,6 +207,7 @@ MLP_MODULES = {family: ["gate_proj", "up_proj", "down_proj"] for family in FAMIL
     "glm": ["gate_up_proj", "down_proj"],
     "glm4": ["gate_up_proj", "down_proj"],
     "granitemoehybrid": ["input_linear", "output_linear"],
+    "glm4_moe": [],  # as qwen3_moe
     "qwen3_moe": [],  # PEFT takes the names of dense layers for those of experts too
     "qwen3_5_moe_text": ["gate_proj", "up_proj", "down_proj", "shared_expert_gate"],
 }
@@ -219,6 +235,9 @@ def shake_vectors(model: torch.nn.Module) -> None:
                 parameter.add_(torch.randn_like(parameter), alpha=0.1 if "norm" in name else 0.3)
             if name.endswith("mlp.gate.weight"):  # the last expert of a token counts little: rounding may change it
                 parameter.mul_(4)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn_like(buffer), alpha=0.3)
 
 
 def make_tiny_model(
