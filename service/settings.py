@@ -232,6 +232,11 @@ class Settings(BaseSettings):
         ByteSize(1024 * MIB),
         description="largest size of the older versions of one adapter together; the oldest are deleted first",
     )
+    max_ephemeral_bytes: Size = Field(
+        ByteSize(4096 * MIB),
+        description="largest size of ephemeral versions in memory together; one client has half of it, several as "
+        "much each as they leave free; beyond it uploads get 429; 0 refuses them",
+    )
     max_uploads: int = Field(
         16,
         ge=1,

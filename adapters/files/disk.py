@@ -29,6 +29,7 @@ from adapters.files.durable_files import (
     write_synced,
 )
 from adapters.files.manifest import UNREADABLE, Manifest, Summary
+from adapters.files.memory_files import MemoryFiles, is_in_memory
 from adapters.files.name_versions import NameRecord, decode_name, is_ours, uses
 from adapters.files.paths import (
     CONFIG_FILE,
@@ -71,6 +72,7 @@ class StoreFiles:
         self._adapters = root / "adapters"
         self._names = root / "names"
         self._taken_out: list[Path] = []
+        self.memory = MemoryFiles()
         for directory in (self.staging, self._adapters, self._names):
             directory.mkdir(parents=True, exist_ok=True)
         self._retired = Tombstones(root / "retired")
@@ -85,6 +87,7 @@ class StoreFiles:
             ) from None
 
     def close(self) -> None:
+        self.memory.close()
         self._lock.close()
 
     def recover(self) -> dict[str, NameRecord]:
@@ -105,11 +108,11 @@ class StoreFiles:
                 self.remove_name(name)
                 del names[name]
         for digest in self.digests() - set(uses(names.values())) if not self._is_shared else ():
-            if unreadable:
+            if unreadable and not self.is_ephemeral(digest):
                 log.error("adapter %s has no name; it is kept, since names/%s cannot be read", digest, unreadable[0])
             else:
                 self.remove_adapter(digest)
-        delete(self.taken_out())
+        self.delete(self.taken_out())
         return names
 
     def names(self) -> dict[str, NameRecord]:
@@ -173,6 +176,10 @@ class StoreFiles:
         """The reason why the store cannot take changes, found by writing an unnamed file; None if it can."""
         return write_fault(self.staging)
 
+    def is_ephemeral(self, digest: str) -> bool:
+        """Whether the tensors are in memory alone."""
+        return is_in_memory(self._adapters / digest, TENSOR_FILE)
+
     def has_adapter(self, digest: str) -> bool:
         """Whether there is anything under the digest, whole or not."""
         return (self._adapters / digest).exists()
@@ -214,18 +221,21 @@ class StoreFiles:
 
     @staticmethod
     def complete(ready: Path, config: bytes, templates: Mapping[str, str], manifest: Manifest) -> None:
-        """Write what stands beside the tensors, and sync the directory: it can be published then."""
+        """Write what stands beside the tensors, and sync the directory unless those are in memory: it can be published
+        then."""
         assert (ready / TENSOR_FILE).is_file()
-        write_synced(ready / CONFIG_FILE, config)
+        write = Path.write_bytes if is_in_memory(ready, TENSOR_FILE) else write_synced
+        write(ready / CONFIG_FILE, config)
         others = dict(templates)
         default = others.pop(DEFAULT_TEMPLATE, None)
         if default is not None:
-            write_synced(ready / TEMPLATE_FILE, default.encode())
+            write(ready / TEMPLATE_FILE, default.encode())
         if others:
-            write_synced(ready / NAMED_TEMPLATES_FILE, msgspec.json.encode(others, order="sorted"))
+            write(ready / NAMED_TEMPLATES_FILE, msgspec.json.encode(others, order="sorted"))
         published = _published(manifest, config=_digest_of(ready / CONFIG_FILE))
-        write_synced(ready / MANIFEST_FILE, msgspec.json.encode(published))
-        sync_directory(ready)
+        write(ready / MANIFEST_FILE, msgspec.json.encode(published))
+        if write is write_synced:
+            sync_directory(ready)
 
     def chat_templates(self, digest: str) -> dict[str, str]:
         """The adapter's own chat templates by name. Raises as `read_manifest` does."""
@@ -250,7 +260,8 @@ class StoreFiles:
             if damaged is not None:
                 damaged.rename(self._adapters / digest)
             raise
-        sync_renamed(self._adapters)
+        if not self.is_ephemeral(digest):
+            sync_renamed(self._adapters)
         if damaged is not None:
             self._taken_out.append(damaged)
 
@@ -295,6 +306,12 @@ class StoreFiles:
         once."""
         taken_out, self._taken_out = self._taken_out, []
         return taken_out
+
+    def delete(self, taken_out: list[Path]) -> None:
+        """Remove what `taken_out` returned, from memory too."""
+        for path in taken_out:
+            self.memory.close_below(path)
+        delete(taken_out)
 
     def _take_out(self, digest: str) -> Path | None:
         """Move the adapter out of sight by one rename; returns its new path, to be deleted, or None."""

@@ -65,7 +65,8 @@ class Summary(msgspec.Struct, frozen=True, gc=False):
 
 
 class AdapterRecord(msgspec.Struct, frozen=True, gc=False):
-    """A version of a name, and what it stands for. is_first: the name had none before."""
+    """A version of a name, and what it stands for. is_first: the name had none before. is_ephemeral: as in
+    `NameRecord`."""
 
     name: str
     version: Version
@@ -74,6 +75,7 @@ class AdapterRecord(msgspec.Struct, frozen=True, gc=False):
     visibility: Visibility = "public"
     is_pinned: bool = False
     is_first: bool = False
+    is_ephemeral: bool = False
 
     @property
     def digest(self) -> str:

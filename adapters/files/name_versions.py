@@ -50,6 +50,7 @@ class NameRecord(msgspec.Struct, frozen=True, gc=False):
     visibility  the users beside the owner: nobody, the tenants in `shared_with`, or all tenants
     is_pinned   whether engines keep the current content on the device; see `adapters.store.pins`
     first       number of the name's first version, kept or not
+    is_ephemeral  whether the name, with all its versions, is gone when the server ends; no file has it
     """
 
     versions: tuple[Version, ...]
@@ -58,6 +59,7 @@ class NameRecord(msgspec.Struct, frozen=True, gc=False):
     shared_with: tuple[str, ...] = ()
     is_pinned: bool = False
     first: int = 1
+    is_ephemeral: bool = False
 
     @property
     def current(self) -> Version:
@@ -98,6 +100,7 @@ class Change(msgspec.Struct, frozen=True):
     owner       owner of a new name; an existing name keeps its own
     visibility  None: an existing name's own, `usual` for a new one. With "shared", `shared_with` lists the tenants
     quota       the owner's limits
+    is_ephemeral  of a name's content, as in `NameRecord`
     """
 
     by: str = ""
@@ -107,6 +110,7 @@ class Change(msgspec.Struct, frozen=True):
     shared_with: tuple[str, ...] = ()
     usual: Visibility = "public"
     quota: Quota = Quota()
+    is_ephemeral: bool = False
 
 
 # Raises where a name may not be given content: what the name is now (None: free), and the content's digest once known.
@@ -127,6 +131,20 @@ def if_absent(record: NameRecord | None, _digest: str | None) -> None:
     """Condition: the name is free. Raises Stale."""
     if record is not None:
         raise Stale(f"The name is taken: it stands for version {record.current.number}. Nothing was changed.")
+
+
+def while_ephemeral(condition: Condition) -> Condition:
+    """Condition for an ephemeral version: `condition`, and the name has no durable one. Raises Conflict."""
+
+    def check(record: NameRecord | None, digest: str | None) -> None:
+        condition(record, digest)
+        if record is not None and not record.is_ephemeral:
+            raise Conflict(
+                f"The name stands for version {record.current.number}, which is on the disk and would come back when "
+                "the server ends; choose another name for ephemeral versions, or delete this one first."
+            )
+
+    return check
 
 
 def if_match(selectors: Iterable[str]) -> Condition:
@@ -175,15 +193,19 @@ def _held_before(condition: Condition, record: NameRecord) -> bool:
 def created(digest: str, now_seconds: float, change: Change, number: int = 1) -> NameRecord:
     """A new name, whose first version has this number."""
     version = Version(number, digest, now_seconds, change.by, change.note)
-    return seen(NameRecord((version,), change.owner, change.usual, first=number), change)
+    made = NameRecord((version,), change.owner, change.usual, first=number, is_ephemeral=change.is_ephemeral)
+    return seen(made, change)
 
 
 def changed(
     record: NameRecord, digest: str, now_seconds: float, change: Change, same_as: int | None = None
 ) -> NameRecord:
-    """The name with `digest` as its new current version."""
+    """The name with `digest` as its new current version. Those before it go where they were ephemeral and this one is
+    durable."""
     version = Version(record.current.number + 1, digest, now_seconds, change.by, change.note, same_as)
-    return seen(msgspec.structs.replace(record, versions=(*record.versions, version)), change)
+    kept = record.versions if record.is_ephemeral == change.is_ephemeral else ()
+    after = msgspec.structs.replace(record, versions=(*kept, version), is_ephemeral=change.is_ephemeral)
+    return seen(after, change)
 
 
 def seen(record: NameRecord, change: Change) -> NameRecord:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -62,13 +63,14 @@ class CanonicalForm:
         return Scan(path, described, self._entries, len(self._header))
 
     def digest(self, path: Path, scan: Scan) -> tuple[str, tuple[str, ...]]:
-        """The adapter's digest, and warnings, of a scan of its file, which is synced to disk while the rest is read.
+        """The adapter's digest, and warnings, of a scan of its file, which is synced to disk while the rest is read,
+        unless it is in memory.
 
         The digest covers each module's rank, scaling, dtypes and data, the chat templates with their special tokens,
         and the end tokens: whatever changes a prompt or an answer. Key order, metadata, tensor order and training-only
         settings do not. Raises Malformed for NaN and infinity.
         """
-        with synced_beside(path):
+        with nullcontext() if path.is_symlink() else synced_beside(path):
             scan.finish()
         return scan.hash.hexdigest(), tuple(_warnings(self._binding, scan.largest))
 

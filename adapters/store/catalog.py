@@ -134,7 +134,12 @@ class Catalog:
         """A version of a name that is there."""
         record = self._names[name]
         is_first = version.number == record.first
-        return AdapterRecord(name, version, manifest, record.owner, record.visibility, record.is_pinned, is_first)
+        return AdapterRecord(
+            *(name, version, manifest, record.owner, record.visibility),
+            is_pinned=record.is_pinned,
+            is_first=is_first,
+            is_ephemeral=record.is_ephemeral,
+        )
 
     def manifest(self, digest: str) -> Manifest:
         """Raises NotFound, Damaged."""
@@ -239,7 +244,8 @@ class Catalog:
     def check_integrity(self) -> None:
         """Assert that names, leases and directories agree, on disk and in memory. Nothing may change meanwhile."""
         with self._lock:
-            assert self._files.names() == self._names
+            durable = {name: record for name, record in self._names.items() if not record.is_ephemeral}
+            assert self._files.names() == durable
             assert self._pinned == {name for name, record in self._names.items() if record.is_pinned}
             assert +self._num_names == Counter(rules.uses(self._names.values()))
             assert all(count >= 0 for count in self._leases.values())

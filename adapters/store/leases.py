@@ -8,8 +8,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from adapters.files.manifest import AdapterRecord, Manifest
-from adapters.files.name_versions import Change, Condition, keep
+from adapters.files.name_versions import Change, Condition, keep, while_ephemeral
 from adapters.files.store_faults import store_faults_are_ours
 from adapters.upload.staging import Staging, UploadPart
 
@@ -106,6 +108,9 @@ class Upload:
         change = change or Change()
         with self._at_work:
             staging = self._open_staging()
+            if staging.is_ephemeral:
+                change = msgspec.structs.replace(change, is_ephemeral=True)
+                condition = while_ephemeral(condition)
             try:
                 self._publishing.check_name(name, change.owner)
                 with store_faults_are_ours():

@@ -38,6 +38,7 @@ class Row(msgspec.Struct, frozen=True, gc=False):
     num_bytes: int
     rows: dict[str, int]
     has_chat_template: bool
+    is_ephemeral: bool = False
 
 
 class Viewer(msgspec.Struct, frozen=True):
@@ -140,6 +141,7 @@ class Index:
             rank=summary.rank,
             num_bytes=summary.num_bytes,
             rows=summary.rows,
+            is_ephemeral=record.is_ephemeral,
             has_chat_template=summary.has_chat_template,
         )
 

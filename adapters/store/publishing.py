@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from adapters.errors import Conflict, Damaged, InvalidName, Malformed, NotFound, QuotaExceeded
 from adapters.files import name_versions as rules
 from adapters.files.disk import StoreFiles
 from adapters.files.manifest import AdapterRecord, Manifest
+from adapters.files.memory_files import is_in_memory
 from adapters.files.name_versions import Change, Condition, NameRecord, Quota, Version
 from adapters.files.paths import OWNERLESS, RESERVED, TENSOR_FILE, is_name, separate, without_root
 from adapters.files.safetensors_header import ELEMENT_BYTES, Tensor, read_chunks, read_header, widened
@@ -25,6 +28,8 @@ from adapters.upload.prepare import Intake
 from adapters.upload.staging_bytes import StoreLimits
 
 _STEP_ELEMENTS = 1 << 18
+# Versions of an ephemeral name that requests may still ask for, the current one included.
+MAX_EPHEMERAL_VERSIONS = 4
 
 
 def have_same_weights(one: Path, one_manifest: Manifest, other: Path, other_manifest: Manifest) -> bool:
@@ -155,6 +160,7 @@ class Publishing:
         with self.changes.change():
             record = self._catalog.record_of(name)
             condition(record, None)
+            change = msgspec.structs.replace(change, is_ephemeral=record.is_ephemeral)
             reference = f"{name}@{selector}" if selector else rules.before(name, record)
             digest = rules.find({name: record}, reference)[1].digest
             manifest = self._catalog.manifest(digest)
@@ -178,6 +184,8 @@ class Publishing:
         record, identity = self._catalog.find(name), self._files.identity(manifest.digest)
         condition(record, manifest.digest)
         is_whole = ready is None or self._files.is_whole(manifest, ready)
+        if ready is not None and self._files.is_ephemeral(manifest.digest) and not is_in_memory(ready, TENSOR_FILE):
+            is_whole = False  # a durable version needs files on the disk
         is_new = record is None or record.digest != manifest.digest
         same_as = self._same_as(record, manifest, ready or self._files.adapter(manifest.digest)) if is_new else None
         return _Found(record, identity, is_whole, same_as)
@@ -189,7 +197,8 @@ class Publishing:
         digest = manifest.digest
         if ready is not None and not found.is_whole and self.changes.put(ready, digest):
             gone.append(digest)
-        is_new = found.record is None or found.record.digest != digest
+        before = found.record
+        is_new = before is None or (before.digest, before.is_ephemeral) != (digest, change.is_ephemeral)
         try:
             if is_new:
                 gone += self._move(name, digest, change, found.same_as)
@@ -218,7 +227,10 @@ class Publishing:
             record = rules.created(digest, time.time(), change, self._files.first_number(name))
         else:
             record = rules.changed(before, digest, time.time(), change, same_as)
-        record = rules.pruned(record, num_bytes, most=limits.max_versions, most_bytes=limits.max_version_bytes)
+        most, most_bytes = limits.max_versions, limits.max_version_bytes
+        if record.is_ephemeral:
+            most, most_bytes = MAX_EPHEMERAL_VERSIONS, (limits.max_ephemeral_bytes or 0) // 8
+        record = rules.pruned(record, num_bytes, most=most, most_bytes=most_bytes)
         self._refuse_for_owner(name, before, record, change.quota)
         self.changes.write(name, record)
         unused = before.digests - record.digests if before is not None else set()

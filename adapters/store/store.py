@@ -25,7 +25,7 @@ from pathlib import Path
 
 import msgspec
 
-from adapters.errors import Damaged, NotFound, TooLarge
+from adapters.errors import Damaged, NotFound, TooLarge, Unsupported
 from adapters.files import name_versions as rules
 from adapters.files.disk import StoreFiles
 from adapters.files.manifest import AdapterRecord, Manifest
@@ -88,6 +88,10 @@ class AdapterStore:
         self.limits = limits or StoreLimits()
         most = self.limits.max_staging_bytes
         self.staging_bytes = None if most is None else StagingBytes(most)
+        in_memory = None if shared else self.limits.max_ephemeral_bytes  # no other machine can read that
+        self._ephemeral_bytes = None
+        if in_memory:
+            self._ephemeral_bytes = StagingBytes(in_memory, "Ephemeral versions", "delete some, or move fewer names")
         self.base_name = base_name
         self._intake = Intake(layout, base_dir, row_plan, check_template, base_text)
         root = root / self._intake.fingerprint
@@ -146,15 +150,26 @@ class AdapterStore:
         """Raises what `condition` does for the name as it is now; it is asked again when the name changes."""
         condition(self.find(name), None)
 
-    def begin(self, *, declared_bytes: int | None = None, owner: str = "") -> Upload:
+    def begin(self, *, declared_bytes: int | None = None, owner: str = "", is_ephemeral: bool = False) -> Upload:
         """Start an upload. `declared_bytes` (Content-Length) is checked first: TooLarge, StorageFull. `owner`'s quota
-        counts its bytes on the disk until it is finished."""
+        counts its bytes on the disk until it is finished.
+
+        is_ephemeral  its tensors are in memory alone, and its name, which has no durable version, goes when the store
+                      is closed; `owner` has its share of `max_ephemeral_bytes`. Raises Unsupported if none is taken
+        """
         if declared_bytes is not None and declared_bytes > self.limits.max_upload_bytes:
             raise TooLarge(f"The upload is larger than the limit of {self.limits.max_upload_bytes} bytes.")
-        held = HeldBytes(self.staging_bytes, owner)
+        if is_ephemeral and self._ephemeral_bytes is None:
+            raise Unsupported(
+                "This server keeps no ephemeral versions (--max-ephemeral-bytes is 0, or --store-shared is true); "
+                "upload without `ephemeral`."
+            )
+        memory = self._files.memory if is_ephemeral else None
+        held = HeldBytes(self._ephemeral_bytes if is_ephemeral else self.staging_bytes, owner)
         Budget(self._files.staging, self.limits, held).check_disk(declared_bytes or 0)
         with store_faults_are_ours():
-            staging = Staging(self._files.staging / uuid.uuid4().hex, self.limits, held, self._intake.follow)
+            directory = self._files.staging / uuid.uuid4().hex
+            staging = Staging(directory, self.limits, held, self._intake.follow, memory)
             return Upload(self._publishing, staging)
 
     # ---- changes of names

@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from adapters.files.disk import StoreFiles
-from adapters.files.durable_files import delete, refuse_shortage
+from adapters.files.durable_files import refuse_shortage
 from adapters.files.name_versions import NameRecord
 from adapters.files.store_faults import store_faults_are_ours
 from adapters.store.catalog import Catalog
@@ -71,13 +71,19 @@ class Changes:
                 finally:
                     taken_out = self._files.taken_out()
         finally:
-            delete(taken_out)
+            self._files.delete(taken_out)
 
     # ---- in a change
 
     def write(self, name: str, record: NameRecord | None) -> None:
-        """Set a name's record on the disk and in the catalog; None removes the name. After an OSError the file
-        decides."""
+        """Set a name's record on the disk, unless it is ephemeral, and in the catalog; None removes the name. After an
+        OSError the file decides."""
+        before = self._catalog.find(name)
+        last = before if record is None else record
+        if last is not None and last.is_ephemeral:
+            with self._catalog.changing:
+                self._catalog.point(name, record)
+            return
         announced = nullcontext() if self._sharing is None else self._sharing.announced(name)
         with announced, self._catalog.changing:
             if record is None:

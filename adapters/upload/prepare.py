@@ -76,12 +76,13 @@ class Intake:
         form = CanonicalForm(binding)
         target = ready / TENSOR_FILE
         scan = form.scan(target, form.described(text))
-        if form.is_that_of(tensors):
+        if form.is_that_of(tensors) and tensors.is_symlink() == staging.is_ephemeral:
             tensors.rename(target)
             if followed is not None and followed.scan.described == scan.described:
                 scan = followed.scan
         else:
             staging.reserve(form.num_bytes)
+            staging.place(target)
             form.write(tensors, target)
         digest, warnings = form.digest(target, scan)
         manifest = Manifest(

@@ -11,6 +11,7 @@ from typing import IO, NamedTuple
 
 from adapters.errors import Malformed, TooLarge, Unsupported
 from adapters.files.durable_files import begin_sync
+from adapters.files.memory_files import MemoryFiles
 from adapters.files.paths import CONFIG_FILE, TENSOR_FILE
 from adapters.files.safetensors_header import printable
 from adapters.files.shards import join_shards
@@ -46,8 +47,9 @@ class UploadPart:
         self._file: IO[bytes] | None = None
         if path is not None:
             with store_faults_are_ours():
-                self._file = path.open("xb")
+                self._file = path.open("wb" if path.is_symlink() else "xb")
         self.role = role
+        self._syncs = path is not None and not path.is_symlink()
         self._budget = budget
         self._num_bytes = self._synced_bytes = 0
         self._steps: Iterator[int] = iter(())
@@ -71,7 +73,7 @@ class UploadPart:
         if self._file is not None and data_kept:
             with store_faults_are_ours():
                 self._file.write(data_kept)
-                if self.role == "tensors" and self._num_bytes - self._synced_bytes >= _SYNC_BYTES:
+                if self.role == "tensors" and self._syncs and self._num_bytes - self._synced_bytes >= _SYNC_BYTES:
                     begin_sync(self._file.fileno(), self._synced_bytes, self._num_bytes - self._synced_bytes)
                     self._synced_bytes = self._num_bytes
         while self._file is not None and self._wanted_bytes is not None and self._wanted_bytes <= self._num_bytes:
@@ -105,6 +107,7 @@ class Staging:
 
     follow    makes steps (see `UploadPart.follow`) that read the tensors' file of parts while it is written
     followed  what these steps found, once they are through
+    memory    where the tensors of an ephemeral version go; None: to the disk
     """
 
     def __init__(
@@ -113,8 +116,10 @@ class Staging:
         limits: StoreLimits,
         held: HeldBytes | None = None,
         follow: Callable[[Staging, Path], Iterator[int]] | None = None,
+        memory: MemoryFiles | None = None,
     ) -> None:
         directory.mkdir()
+        self._memory = memory
         self.directory = directory
         self.limits = limits
         self._held = held or HeldBytes(None, "")
@@ -136,6 +141,8 @@ class Staging:
         several: dict[Role, int] = {"shard": len(self._shards), "named_template": len(self.named_templates)}
         path = self.directory / (f"part-{role}-{several[role]}" if role in several else f"part-{role}")
         self._assign(role, path, shown_name)
+        if role == "tensors":
+            self.place(path)
         return UploadPart(path, role, self.budget)
 
     def _leaves_out(self, role: Role) -> bool:
@@ -290,9 +297,24 @@ class Staging:
         self._held.take(num_bytes)
         self.budget.check_disk(num_bytes)
 
+    @property
+    def is_ephemeral(self) -> bool:
+        """Whether the tensors are to be in memory alone."""
+        return self._memory is not None
+
+    def place(self, path: Path) -> None:
+        """Make the file of tensors at this path one in memory, if they are to be there."""
+        if self._memory is not None:
+            self._memory.create(path, self._held.keep)
+
     def remove(self) -> None:
+        if self._memory is not None:
+            self._memory.close_below(self.directory)
+            shutil.rmtree(self.directory, ignore_errors=True)
+            self._memory.settle(self._held.keep)
+            return
         shutil.rmtree(self.directory, ignore_errors=True)
-        self._held.close()
+        self._held.keep(0)
 
 
 def _check_member(path: PurePosixPath, config: Path) -> None:

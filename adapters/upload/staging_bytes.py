@@ -20,10 +20,18 @@ class StagingBytes:
 
     limit_bytes  of all uploads together, half of it for one owner; small uploads are admitted beyond it, up to a
                  quarter more
+    holders      the subject of the refusal's sentence
+    way_out      its end
     """
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(
+        self,
+        limit_bytes: int,
+        holders: str = "The uploads that are not finished",
+        way_out: str = "upload again when they are done",
+    ) -> None:
         self._lock = threading.Lock()
+        self._holders, self._way_out = holders, way_out
         self._shares = ClientQuota(limit_bytes // 2, small=limit_bytes // 256)
 
     @property
@@ -37,9 +45,9 @@ class StagingBytes:
         with self._lock:
             if not self._shares.acquire(owner, num_bytes):
                 raise StagingFull(
-                    f"The uploads that are not finished hold {self._shares.num_held} bytes, of which yours hold "
+                    f"{self._holders} hold {self._shares.num_held} bytes, of which yours hold "
                     f"{self._shares.held_by(owner)}; a client gets as much as it leaves free for others, at most "
-                    f"{self._shares.most_of_one}; upload again when they are done."
+                    f"{self._shares.most_of_one}; {self._way_out}."
                 )
 
     def give_back(self, owner: str, num_bytes: int) -> None:
@@ -62,6 +70,9 @@ class StoreLimits:
 
     max_versions           the current one included
     max_version_bytes      of older contents of one name, together
+
+    max_ephemeral_bytes    of ephemeral versions and their uploads, in memory; None = none is taken. Older contents of
+                           one name have an eighth of it
     """
 
     max_upload_bytes: int = 4 << 30
@@ -70,6 +81,7 @@ class StoreLimits:
     max_staging_bytes: int | None = None
     max_versions: int = 8
     max_version_bytes: int = 1 << 30
+    max_ephemeral_bytes: int | None = None
 
 
 class HeldBytes:
@@ -86,11 +98,11 @@ class HeldBytes:
             self._shared.take(self._owner, num_bytes)
             self._num_bytes += num_bytes
 
-    def close(self) -> None:
-        """Release all bytes; a second call is harmless."""
-        if self._shared is not None:
-            self._shared.give_back(self._owner, self._num_bytes)
-            self._num_bytes = 0
+    def keep(self, num_bytes: int) -> None:
+        """Release all bytes but so many; a second call is harmless."""
+        if self._shared is not None and num_bytes < self._num_bytes:
+            self._shared.give_back(self._owner, self._num_bytes - num_bytes)
+            self._num_bytes = num_bytes
 
 
 class Budget:

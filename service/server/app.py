@@ -220,6 +220,7 @@ def _open_store(services: Services) -> AdapterStore:
                 max_versions=settings.max_versions,
                 max_version_bytes=int(settings.max_version_bytes),
                 max_staging_bytes=settings.staging_bytes,
+                max_ephemeral_bytes=int(settings.max_ephemeral_bytes),
             ),
             base_name=settings.base_name,
             base_dir=settings.model_dir,

@@ -121,10 +121,11 @@ def upload_bytes(
     *,
     chunk_bytes: int = 1000,
     condition: Condition = keep,
+    is_ephemeral: bool = False,
     **change: Any,
 ) -> tuple[AdapterRecord, bool]:
     """Upload the two files in chunks, as the API does; `change` as `adapters.files.name_versions.Change` has it."""
-    with store.begin(declared_bytes=len(config) + len(tensors)) as upload:
+    with store.begin(declared_bytes=len(config) + len(tensors), is_ephemeral=is_ephemeral) as upload:
         for part_name, data in (("adapter_config", config), ("adapter_model", tensors)):
             with upload.open_part(part_name) as part:
                 for start in range(0, len(data), chunk_bytes):

@@ -83,7 +83,9 @@ async def take_upload(
     announced = int(request.headers.get("content-length", 0))
     with services.uploading() as place, ExitStack() as held:
         declared = min(announced, store.limits.max_upload_bytes)
-        upload = await in_upload_thread(store.begin, declared_bytes=declared, owner=CLIENT.get())
+        upload = await in_upload_thread(
+            store.begin, declared_bytes=declared, owner=CLIENT.get(), is_ephemeral=query.ephemeral
+        )
         if query.without_tokenizer:
             upload.leave_tokenizer_out()
         try:
@@ -229,6 +231,7 @@ def describe(request: Request, record: AdapterRecord, sent_note: str = "") -> Ad
         manifest.num_bytes,
         manifest.rows,
         manifest.has_chat_template,
+        record.is_ephemeral,
     )
     return AdapterResponse(
         **_listed(services, namespace_of(request, require_store(services)), row, _fact(services, row.name, row.digest)),
@@ -289,6 +292,7 @@ def _listed(services: Services, namespace: Namespace, row: Row, fact: _Fact) -> 
         "bytes": row.num_bytes,
         "rows": row.rows,
         "pinned": row.is_pinned,
+        "ephemeral": row.is_ephemeral,
         "state": fact.state,
         "has_chat_template": row.has_chat_template,
         "last_used": fact.last_used,

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse
 
 from adapters.files.manifest import AdapterRecord
-from adapters.files.name_versions import Change, or_made
+from adapters.files.name_versions import Change, or_made, while_ephemeral
 from service.api.access.auth import caller_of, namespace_of
 from service.api.access.preconditions import CONDITION_HEADERS, condition_of, refuse_conditions
 from service.api.adapter_routes.adapters import audit_change, describe, require_open_store, require_store, take_upload
@@ -42,7 +42,8 @@ async def put_adapter(request: Request, name: str, query: Annotated[UploadQuery,
     this one at once. The same content again makes no version."""
     store = require_open_store(services_of(request))
     condition = or_made(condition_of(request))
-    store.check(namespace_of(request, store).place(name), condition)  # better lost now than after gigabytes
+    early = while_ephemeral(condition) if query.ephemeral else condition
+    store.check(namespace_of(request, store).place(name), early)  # better lost now than after gigabytes
     record, created, sent_note = await take_upload(request, name, condition, query)
     return _answer(request, record, sent_note, status=201 if created else 200)
 

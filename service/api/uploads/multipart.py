@@ -216,6 +216,10 @@ class UploadQuery(BaseModel, extra="forbid"):
         description="run a fixed prompt with the adapter before it gets its name, and refuse one that changes nothing "
         "or gives logits that are no numbers",
     )
+    ephemeral: bool = Field(
+        False,
+        description="keep the weights in memory alone; the name goes with the server, and may have no durable version",
+    )
     without_tokenizer: bool = Field(
         False,
         description="leave out tokenizer.json, tokenizer_config.json, added_tokens.json and special_tokens_map.json",

@@ -11,7 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from adapters.errors import Conflict, InvalidName, NotFound, QuotaExceeded, Stale
+from adapters.errors import (
+    Conflict,
+    InvalidName,
+    Malformed,
+    NotFound,
+    QuotaExceeded,
+    StagingFull,
+    Stale,
+    Unsupported,
+)
 from adapters.files.disk import StoreFiles
 from adapters.files.manifest import Manifest
 from adapters.files.name_versions import (
@@ -350,3 +359,108 @@ def test_a_quota_reads_no_manifest_after_a_start(tmp_path: Path, monkeypatch: py
         with pytest.raises(QuotaExceeded, match=f"have {num_bytes} bytes"):
             put_version(store, LAYOUT, "acme/b", 9, owner="acme", quota=Quota(max_bytes=num_bytes))
         assert not set(asked) & {record.digest for record in records}
+
+
+EPHEMERAL = 1 << 20
+
+
+def put_ephemeral(store: AdapterStore, name: str, seed: int) -> tuple[Any, bool]:
+    return put_version(store, LAYOUT, name, seed, is_ephemeral=True)
+
+
+def memory_files() -> int:
+    """Files in memory that this process has open."""
+    links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    return sum("multilora-adapter" in str(link.readlink()) for link in links)
+
+
+def test_an_ephemeral_name_is_in_memory_alone_and_ends_with_the_store(tmp_path: Path) -> None:
+    with closing(opened(tmp_path, max_ephemeral_bytes=EPHEMERAL)) as store:
+        put_version(store, LAYOUT, "durable", 1)
+        record, created = put_ephemeral(store, "policy", 2)
+        assert created
+        tensors = store.path_of(record.digest) / "adapter_model.safetensors"
+        assert "memfd" in str(tensors.readlink().readlink())
+        with closing(opened(tmp_path / "other")) as other:
+            on_disk, _ = put_version(other, LAYOUT, "policy", 2)
+            assert on_disk.digest == record.digest, "the digest says what computes, wherever it is"
+            assert (other.path_of(on_disk.digest) / tensors.name).read_bytes() == tensors.read_bytes()
+        assert store.get("policy").is_ephemeral
+        assert not store.get("durable").is_ephemeral
+        store.check_integrity()
+    assert memory_files() == 0
+    with closing(opened(tmp_path)) as again:
+        assert list(again.names()) == ["durable"]
+        again.check_integrity()
+
+
+def test_the_last_ephemeral_versions_stay_and_those_that_requests_use(tmp_path: Path) -> None:
+    with closing(opened(tmp_path, max_ephemeral_bytes=EPHEMERAL)) as store:
+        leases = []
+        for seed in range(1, 31):
+            put_ephemeral(store, "policy", seed)
+            if seed == 1:
+                leases.append(store.lease("policy"))
+        assert numbers(store, "policy") == [27, 28, 29, 30]
+        assert memory_files() == 5, "four versions and the one that a request uses"
+        leases[0].release()
+        store.settle()
+        assert (memory_files(), store.num_on_disk()) == (4, 4)
+        record, _ = store.rollback("policy", "28")
+        assert record.is_ephemeral
+        store.check_integrity()
+        store.delete("policy")
+        assert memory_files() == store.num_on_disk() == 0
+        assert store._ephemeral_bytes is not None
+        assert store._ephemeral_bytes.num_bytes == 0
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_durable_name_takes_no_ephemeral_version(tmp_path: Path, seed: int) -> None:
+    with closing(opened(tmp_path, max_ephemeral_bytes=EPHEMERAL)) as store:
+        durable, _ = put_version(store, LAYOUT, "mine", 1)
+        with pytest.raises(Conflict, match="on the disk"):
+            put_ephemeral(store, "mine", seed)
+        assert store.get("mine") == durable
+        assert memory_files() == 0
+        store.check_integrity()
+
+
+@pytest.mark.parametrize(("name", "seed"), [("policy", 3), ("policy", 4), ("checkpoint", 3)])
+def test_an_ephemeral_content_becomes_durable_by_an_upload(tmp_path: Path, name: str, seed: int) -> None:
+    """The same weights or others, under its own name or another one."""
+    with closing(opened(tmp_path, max_ephemeral_bytes=EPHEMERAL)) as store:
+        put_ephemeral(store, "policy", 3)
+        record, created = put_version(store, LAYOUT, name, seed)
+        assert (created, record.is_ephemeral) == (True, False)
+        assert numbers(store, name) == ([2] if name == "policy" else [1])
+        assert memory_files() == 0
+        store.check_integrity()
+        store.delete("policy" if name == "checkpoint" else put_ephemeral(store, "other", 5)[0].name)
+    with closing(opened(tmp_path)) as again:
+        assert list(again.names()) == [name]
+        assert (again.path_of(record.digest) / "adapter_model.safetensors").stat().st_size > 0
+        again.check_integrity()
+
+
+def test_memory_of_ephemeral_versions_has_a_bound_and_refused_ones_leave_nothing(tmp_path: Path) -> None:
+    tensors = lora_tensors(LAYOUT, modules_ending(LAYOUT, "q_proj"), 4)
+    size = len(safetensors_bytes(tensors))
+    # Half is one client's, and an upload that is not in the stored form takes twice its size meanwhile.
+    with closing(opened(tmp_path, max_ephemeral_bytes=9 * size)) as store:
+        for seed, name in enumerate("abc"):
+            put_ephemeral(store, name, seed)
+        with pytest.raises(StagingFull, match="Ephemeral versions hold"):
+            put_ephemeral(store, "d", 3)
+        assert memory_files() == 3
+        store.delete("a")
+        put_ephemeral(store, "d", 3)
+        store.delete("c")
+        bad = {name: np.full_like(value, np.nan) for name, value in tensors.items()}
+        for data in (safetensors_bytes(bad), b"\x00" * 100):
+            with pytest.raises(Malformed):
+                upload_bytes(store, "e", config_bytes(), data, is_ephemeral=True)
+        assert memory_files() == 2
+        store.check_integrity()
+    with closing(opened(tmp_path / "none")) as store, pytest.raises(Unsupported, match="max-ephemeral-bytes"):
+        put_ephemeral(store, "a", 1)

@@ -14,7 +14,7 @@ import pytest
 from service.cli.main import main
 from tests.api.adapter_routes import moves
 from tests.api.conftest import BASE, Checkpoints
-from tests.support.http.server import Server, wait_for
+from tests.support.http.server import Server, running_server, wait_for
 from tests.support.http.uploads import parts_of, tar_of
 
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 8}
@@ -245,3 +245,50 @@ def test_the_commands_of_an_operator(
     assert [word in listed for word in ("first", "worse", "1", "2", "3")] == [True] * 5
     assert main(["history", "nobody", at]) == 1
     assert json.loads(said("history", name, "--json"))["data"][0]["number"] == 3
+
+
+def put_ephemeral(server: Server, name: str, directory: Path) -> Any:
+    return server.http.put(f"{server.url}/v1/adapters/{name}?ephemeral=true", files=parts_of(directory))
+
+
+def test_ephemeral_versions_answer_and_go_with_the_server(
+    checkpoints: Checkpoints, contents: list[Path], tmp_path: Path
+) -> None:
+    """Also where it is killed: nothing of them is found by the next one."""
+    with running_server(checkpoints.base, tmp_path, model_name=BASE, max_ephemeral_bytes="8MiB") as server:
+        durable = put(server, "durable", contents[0]).json()
+        stored = len(list((tmp_path / "store").rglob("adapter_model.safetensors")))
+        refused = put_ephemeral(server, "durable", contents[1])
+        assert code_of(refused) == (409, "conflict")
+        assert "another name" in refused.json()["error"]["message"]
+        digests = [put(server, f"kept-{at}", content).json()["digest"] for at, content in enumerate(contents)]
+        texts = [
+            server.post("/v1/completions", json={"model": f"kept-{at}", "prompt": "the", **GREEDY}).json()["choices"]
+            for at in range(len(contents))
+        ]
+        for at in range(len(contents)):
+            server.http.delete(f"{server.url}/v1/adapters/kept-{at}")
+        for step in range(6):
+            at = step % 2 + 1
+            answer = put_ephemeral(server, "policy", contents[at])
+            assert answer.status_code == 201, answer.text
+            shown = answer.json()
+            assert (shown["ephemeral"], shown["version"], shown["digest"]) == (True, step + 1, digests[at])
+            spoken = server.post("/v1/completions", json={"model": "policy", "prompt": "the", **GREEDY})
+            assert spoken.headers["x-multilora-adapter"] == f"policy@{step + 1} sha256:{digests[at]}"
+            assert spoken.json()["choices"][0]["text"] == texts[at][0]["text"]
+        listed = {one["name"]: one["ephemeral"] for one in server.get("/v1/adapters").json()["data"]}
+        assert listed == {"durable": False, "policy": True}
+        history = server.get("/v1/adapters/policy/history").json()["data"]
+        assert [one["number"] for one in history] == [6, 5, 4, 3]
+        assert server.get(f"/v1/adapters/policy@{digests[1]}").status_code == 200
+        assert len([one for one in (tmp_path / "store").rglob("*.safetensors") if not one.is_symlink()]) == stored
+        server.process.kill()
+        server.process.wait()
+    with running_server(checkpoints.base, tmp_path, model_name=BASE, max_ephemeral_bytes=0) as server:
+        assert [one["name"] for one in server.get("/v1/adapters").json()["data"]] == ["durable"]
+        assert server.get("/v1/adapters/durable").json()["digest"] == durable["digest"]
+        assert len(list((tmp_path / "store").rglob("*.safetensors"))) == stored
+        refused = put_ephemeral(server, "policy", contents[1])
+        assert refused.status_code == 400
+        assert "--max-ephemeral-bytes" in refused.json()["error"]["message"]
