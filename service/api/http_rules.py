@@ -11,6 +11,7 @@ INFERENCE_PATHS = (
     "/v1/chat/completions/batch",
     "/v1/completions",
     "/v1/completions/batch",
+    "/inference/v1/generate",
     "/v1/responses",
     "/v1/messages",
     "/v1/messages/count_tokens",

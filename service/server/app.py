@@ -36,6 +36,7 @@ from service.api.routes import (
     completions,
     control,
     embeddings,
+    generate,
     health,
     messages,
     models,
@@ -77,6 +78,7 @@ RANK_OF_MOST = 16
 ROUTERS = (
     chat.router,
     completions.router,
+    generate.router,
     responses.router,
     messages.router,
     embeddings.router,

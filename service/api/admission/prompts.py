@@ -233,6 +233,8 @@ def wanted_tokens(request: PromptRequest) -> int | None:
         return 0
     if isinstance(request, ChatRequest):
         return request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
+    if request.max_tokens is None and request.fills_context:
+        return None
     wanted = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
     if wanted == 0 and not request.echo:
         raise BadRequest("`max_tokens` is 0; that is allowed with `echo` only.", param="max_tokens")

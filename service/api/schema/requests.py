@@ -7,7 +7,7 @@ they accept while these ask for nothing.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, create_model, model_validator
 
@@ -214,7 +214,12 @@ class Generation(Decoding):
 
 
 class CompletionRequest(Generation):
-    """Body of POST /v1/completions."""
+    """Body of POST /v1/completions.
+
+    fills_context  whether an answer without `max_tokens` may have the rest of the context
+    """
+
+    fills_context: ClassVar[bool] = False
 
     prompt: str | Annotated[list[str], FIRST] | TokenIds | Annotated[list[TokenIds], FIRST] = Field(
         description="a text, texts, token ids, or lists of token ids"

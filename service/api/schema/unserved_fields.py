@@ -153,6 +153,17 @@ _OF_CHATS_ALONE = (
     _refused("prompt_logprobs", "truncate_prompt_tokens", advice=_CHAT),
     _refused("truncation_side", neutral=("left",), advice=_CHAT),
 )
+# Fields of /inference/v1/generate, and of its `sampling_params`: vLLM's own that a completion has not.
+GENERATE_FIELDS = _table(
+    _refused("features", "kv_transfer_params", advice="leave it out: prompts are text alone, and computed here"),
+    _refused("priority", neutral=(0,)),
+)
+GENERATE_SAMPLING_FIELDS = GENERATION_FIELDS | _table(
+    # Parts of vLLM's own path from tokens to text, which an answer in tokens does not take.
+    _inert("detokenize", "output_kind", "output_text_buffer_length", "skip_clone", "skip_reading_prefix_cache"),
+    _refused("logits_processors", "extra_args", neutral=([], {})),
+    _refused("flat_logprobs", neutral=(False,)),
+)
 # Fields of responses: a chat's, and those that need a server which stores something.
 RESPONSE_FIELDS = GENERATION_FIELDS | _table(
     _refused("previous_response_id", "conversation", advice="send the whole conversation as `input`"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -234,3 +235,64 @@ class TestEchoOfAChat:
             for echo in (False, True)
         )
         assert plain.choices == echoed.choices
+
+
+class TestGenerate:
+    """/inference/v1/generate: vLLM's tokens in and tokens out."""
+
+    IDS = (20, 30, 40)
+
+    def ask(self, server: Server, *, stream: bool = False, model: str | None = "alpha", **sampling: Any) -> Any:
+        body = {"model": model, "token_ids": list(self.IDS), "sampling_params": {"temperature": 0, **sampling}}
+        return server.post("/inference/v1/generate", json={**body, "stream": stream})
+
+    @pytest.mark.parametrize("model", ["alpha", BASE])
+    def test_tokens_and_logprobs_are_those_of_a_completion(self, server: Server, model: str) -> None:
+        answer = self.ask(server, model=model, max_tokens=6, logprobs=2, n=2, detokenize=False, prompt_logprobs=1)
+        body = {"model": model, "prompt": list(self.IDS), "logprobs": 2, "n": 2, "return_token_ids": True, **GREEDY}
+        other = server.post("/v1/completions", json={**body, "prompt_logprobs": 1}).json()
+        told = answer.json()
+        for mine, theirs in zip(told["choices"], other["choices"], strict=True):
+            assert mine["token_ids"] == theirs["token_ids"]
+            assert [one["logprob"] for one in mine["logprobs"]["content"]] == theirs["logprobs"]["token_logprobs"]
+            assert [one["token"] for one in mine["logprobs"]["content"]] == [f"token_id:{i}" for i in mine["token_ids"]]
+            assert mine["finish_reason"] == theirs["finish_reason"] == "length"
+        assert told["prompt_logprobs"] == other["choices"][0]["prompt_logprobs"]
+        assert (told["usage"]["completion_tokens"], told["model"]) == (12, model)
+        assert ("x-multilora-adapter" in answer.headers) == (model == "alpha")
+
+    def test_a_stream_has_the_same_tokens_and_logprobs(self, server: Server) -> None:
+        whole = self.ask(server, max_tokens=6, logprobs=0).json()["choices"][0]
+        lines = self.ask(server, stream=True, max_tokens=6, logprobs=0).text.splitlines()
+        assert lines[-2] == "data: [DONE]"
+        chunks = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines if line.startswith("data: {")]
+        assert [one for chunk in chunks for one in chunk["token_ids"]] == whole["token_ids"]
+        assert [one for chunk in chunks for one in chunk["logprobs"]["content"]] == whole["logprobs"]["content"]
+        assert chunks[-1]["finish_reason"] == "length"
+
+    def test_without_a_limit_an_answer_may_have_the_rest_of_the_context(self, server: Server) -> None:
+        choice = self.ask(server, ignore_eos=True).json()["choices"][0]
+        limit = server.get("/v1/models").json()["data"][0]["max_model_len"]
+        assert (len(choice["token_ids"]), choice["finish_reason"]) == (limit - len(self.IDS), "length")
+
+    @pytest.mark.parametrize(
+        ("change", "param"),
+        [
+            ({"token_ids": []}, "token_ids"),
+            ({"token_ids": "the"}, "token_ids"),
+            ({"sampling_params": {"temperature": -1}}, "sampling_params.temperature"),
+            ({"sampling_params": {"prompt": "x"}}, "sampling_params.prompt"),
+            ({"sampling_params": {"stream": True}}, "sampling_params.stream"),
+            ({"sampling_params": {"logprobs": True}}, "sampling_params.logprobs"),
+            ({"sampling_params": {"best_of": 3}}, "sampling_params.best_of"),
+            ({"sampling_params": None}, "sampling_params"),
+            ({"kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params"),
+            ({"features": {"mm_hashes": {}}}, "features"),
+            ({"stream": True, "sampling_params": {"prompt_logprobs": 1}}, "sampling_params"),
+            ({"token_ids": [10**6]}, "prompt"),
+        ],
+    )
+    def test_what_cannot_be_asked_is_refused_by_name(self, server: Server, change: Any, param: str) -> None:
+        body = {"token_ids": [20, 30], "sampling_params": {"max_tokens": 2}, **change}
+        answer = server.post("/inference/v1/generate", json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
