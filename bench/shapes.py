@@ -83,6 +83,10 @@ class RandomTensors:
             return tensor.fill_(1.0 if "norm" in name else 0.0)
         return tensor.normal_(std=_STANDARD_DEVIATION, generator=self._generator)
 
+    def weight(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """As `tensor`: none is quantised."""
+        return self.tensor(name, shape)
+
     def dtype(self, name: str) -> str:  # noqa: ARG002
         return str(self._dtype).removeprefix("torch.")
 

@@ -15,6 +15,7 @@ from types import ModuleType
 
 import torch
 
+from kernels.linear.quantised import Quantised, dequantise
 from kernels.platform import in_use
 
 
@@ -62,6 +63,17 @@ def pack_weight(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Packe
     assert bias is None or (bias.shape == weight.shape[:1] and bias.dtype == weight.dtype), "bias does not fit"
     implementation = in_use(weight.device).implementations["linear"]
     return _module(implementation).pack_weight(weight, bias)
+
+
+def pack_quantised(weight: Quantised, bias: torch.Tensor | None, dtype: torch.dtype) -> PackedWeight:
+    """Pack a quantised weight and its bias [out_features] of `dtype`, the dtype of inputs and outputs; where the device
+    has no kernel for its codes, dequantised. Keeps the weight's tensors, or copies."""
+    assert bias is None or (bias.shape == weight.codes.shape[:1] and bias.dtype == dtype), "bias does not fit"
+    module = _module(in_use(weight.codes.device).implementations["linear"])
+    packed: PackedWeight | None = (
+        module.pack_quantised(weight, bias, dtype) if hasattr(module, "pack_quantised") else None
+    )
+    return packed or pack_weight(dequantise(weight, dtype), bias)
 
 
 def append_rows(weight: PackedWeight, num_rows: int, num_slices: int) -> tuple[PackedWeight, torch.Tensor]:

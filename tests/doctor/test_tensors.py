@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kernels.linear.quantised import Quantised
 from service.doctor.checks.examination import Examination
 from service.doctor.checks.model import look_at_model
 from service.doctor.report import Section
@@ -41,6 +42,10 @@ class Noted:
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         self.asked.append((name, shape))
         return self._inner.tensor(name, shape)
+
+    def weight(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | Quantised:
+        self.asked.append((name, shape))
+        return self._inner.weight(name, shape)
 
     def dtype(self, name: str) -> str:
         return self._inner.dtype(name)

@@ -80,7 +80,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "'lfm2_moe'; served are llama, mistral, qwen2, qwen3, qwen3_moe, lfm2",
     ),
     "no-family": ("llama", {"model_type": None}, "model_type None"),
-    "quantised": ("qwen3", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+    "quantised": ("qwen3", {"quantization_config": {"quant_method": "quip"}}, "quantization_config"),
     "activation": ("llama", {"hidden_act": "gelu"}, "activation 'gelu'"),
     "rope-type": ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "rope type 'longrope'"),
     "rope-factor": ("llama", {"rope_parameters": {"rope_type": "yarn"}}, "rope type 'yarn' without factor"),

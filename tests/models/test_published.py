@@ -217,16 +217,20 @@ def test_published_config_json_means_what_transformers_reads_in_it(name: str) ->
 REFUSED: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]], str]] = {
     "quantised-text": (
         "qwen3_5_text",
-        lambda config: {"model_type": "qwen3_5", "text_config": config, "quantization_config": {"quant_method": "fp8"}},
-        "quantised checkpoints are not served",
+        lambda config: {
+            "model_type": "qwen3_5",
+            "text_config": config,
+            "quantization_config": {"quant_method": "mxfp4"},
+        },
+        "quant_method 'mxfp4'; served are",
     ),
     "quantised-inside": (
         "qwen3_5_text",
         lambda config: {
             "model_type": "qwen3_5",
-            "text_config": {**config, "quantization_config": {"quant_method": "awq"}},
+            "text_config": {**config, "quantization_config": {"quant_method": "awq", "bits": 3}},
         },
-        "quantised checkpoints are not served",
+        "has the bits 3; served is 4",
     ),
     "bidirectional": (
         "gemma2",

@@ -288,7 +288,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "quantised": (
         config_json("gemma3", text_config={"model_type": "gemma3_text", "quantization_config": {"bits": 4}}),
-        "quantised checkpoints are not served",
+        "quant_method None; served are fp8",
     ),
 }
 

@@ -15,10 +15,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from adapters.peft.module_names import tail_of
+from kernels.linear.quantised import Quantised, dequantise
+from service.models.checkpoint import quantised
+from service.models.checkpoint.quantised import FLOATS, Header, Sizes
 from service.models.errors import ModelError
+from service.models.spec.config_json import read_config
+from service.models.spec.quantisation import Quantisation, quantisation_of
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _MAPPED_BYTES = 128 << 20
 
 
@@ -27,6 +31,7 @@ class TensorSource(Protocol):
 
     def __contains__(self, name: object, /) -> bool: ...
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor: ...
+    def weight(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | Quantised: ...
     def dtype(self, name: str) -> str: ...
     def fault(self, name: str, shape: tuple[int, ...]) -> str | None: ...
     def others(self, names: Iterable[str]) -> list[str]: ...
@@ -41,10 +46,13 @@ class Checkpoint:
 
     Files name the model around a tensor as it was called when they were written, so a name that they do not have stands
     for the one tensor that is called so below another model (`adapters.peft.module_names.tail_of`).
+
+    The weight of a quantised module has the name of any other, "... .q_proj.weight", whatever its tensors are called.
     """
 
-    def __init__(self, model_dir: Path) -> None:
+    def __init__(self, model_dir: Path, quantisation: Quantisation | None = None) -> None:
         self._model_dir = model_dir
+        self._quantisation = quantisation
         self._files = {file: _open(model_dir, file) for file in _file_names(model_dir)}
         self._file_of = {name: file for file, handle in self._files.items() for name in handle.keys()}  # noqa: SIM118
         self._by_tail: dict[str, list[str]] = {}
@@ -53,47 +61,94 @@ class Checkpoint:
         self._mapped_bytes = 0
 
     def __contains__(self, name: object, /) -> bool:
-        return isinstance(name, str) and self._stored(name) is not None
+        return isinstance(name, str) and (self._stored(name) is not None or bool(self._parts(name)))
 
     def fault(self, name: str, shape: tuple[int, ...]) -> str | None:
         """One sentence on the fault of a tensor that config.json calls for in this shape; None if it has none."""
-        stored = self._stored(name)
-        if stored is None:
-            return self._missing(name)
-        file = self._file_of[stored]
-        header = self._files[file].get_slice(stored)
-        if tuple(header.get_shape()) != shape:
-            return (
-                f"tensor {stored} in {file} has the shape {header.get_shape()}, and config.json calls for "
-                f"{list(shape)}: take both from one download"
-            )
-        if header.get_dtype() not in _DTYPES:
-            return f"tensor {stored} in {file} is {header.get_dtype()}; served are {', '.join(_DTYPES)}"
+        try:
+            if self._layout(name, shape) is None:
+                self._check(name, shape)
+        except ModelError as error:
+            return str(error)
         return None
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The tensor as it is stored, perhaps still in the memory map. Raises ModelError."""
-        fault = self.fault(name, shape)
-        if fault is not None:
-            raise ModelError(fault)
-        name, file = self._find(name)
-        self._give_back_pages(file)
-        tensor: torch.Tensor = self._files[file].get_tensor(name)
-        self._mapped_bytes += tensor.nbytes
-        return tensor
+        """The tensor as it is stored, perhaps still in the memory map; a quantised weight in float32. Raises
+        ModelError."""
+        weight = self.weight(name, shape)
+        return dequantise(weight, torch.float32) if isinstance(weight, Quantised) else weight
+
+    def weight(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | Quantised:
+        """As `tensor`, with a quantised weight in its codes. Raises ModelError."""
+        found = self._layout(name, shape)
+        if found is None:
+            self._check(name, shape)
+            return self._read(*self._find(name))
+        layout, sizes = found
+        known, stored = quantised.LAYOUTS[layout].known, self._parts(name)
+        tensors = {suffix: self._read(*self._find(part)) for suffix, part in stored.items() if suffix in known}
+        with _naming(name):
+            return quantised.read(layout, sizes, tensors)
 
     def dtype(self, name: str) -> str:
         """The stored dtype in torch's spelling, or safetensors' where it is none of ours. Raises ModelError."""
         name, file = self._find(name)
         stored: str = self._files[file].get_slice(name).get_dtype()
-        return _DTYPES.get(stored, stored)
+        return FLOATS.get(stored, stored)
 
     def others(self, names: Iterable[str]) -> list[str]:
         """Names of the stored tensors that none of `names` stands for, in order."""
-        return sorted(set(self._file_of) - {self._stored(name) for name in names})
+        used = {stored for name in names for stored in (self._stored(name), *self._parts(name).values())}
+        return sorted(set(self._file_of) - used)
 
     def close(self) -> None:
         self._files.clear()
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raises ModelError unless the tensor is stored in this shape, and not quantised."""
+        stored, file = self._find(name)
+        header = self._header(stored)
+        if header.shape != shape:
+            raise ModelError(
+                f"tensor {stored} in {file} has the shape {list(header.shape)}, and config.json calls for "
+                f"{list(shape)}: take both from one download"
+            )
+        if header.dtype not in FLOATS:
+            why = "" if self._quantisation else ", and config.json has no quantization_config"
+            raise ModelError(f"tensor {stored} in {file} is {header.dtype}; served are {', '.join(FLOATS)}{why}")
+
+    def _layout(self, name: str, shape: tuple[int, ...]) -> tuple[str, Sizes] | None:
+        """How the weight of a quantised module is stored, once its tensors' headers are checked; None for any other
+        tensor. Raises ModelError."""
+        parts = self._parts(name)
+        if self._quantisation is None or not parts or len(shape) != 2:
+            return None
+        headers = {suffix: self._header(stored) for suffix, stored in parts.items()}
+        with _naming(name):
+            layout = quantised.find_layout(headers, self._quantisation)
+            if layout is None:
+                return None
+            sizes = Sizes(*shape, headers, self._quantisation)
+            quantised.check(layout, sizes)
+        return layout, sizes
+
+    def _parts(self, name: str) -> dict[str, str]:
+        """Stored tensors of the module whose weight is called `name`, by suffix; of models that are quantised."""
+        if self._quantisation is None or not name.endswith(".weight"):
+            return {}
+        module = name.removesuffix("weight")
+        found = ((suffix, self._stored(module + suffix)) for suffix in quantised.SUFFIXES)
+        return {suffix: stored for suffix, stored in found if stored is not None}
+
+    def _header(self, stored: str) -> Header:
+        header = self._files[self._file_of[stored]].get_slice(stored)
+        return Header(header.get_dtype(), tuple(header.get_shape()))
+
+    def _read(self, stored: str, file: str) -> torch.Tensor:
+        self._give_back_pages(file)
+        tensor: torch.Tensor = self._files[file].get_tensor(stored)
+        self._mapped_bytes += tensor.nbytes
+        return tensor
 
     def _find(self, name: str) -> tuple[str, str]:
         """The name in the file, and the file."""
@@ -124,11 +179,21 @@ class Checkpoint:
 @contextmanager
 def open_checkpoint(model_dir: Path) -> Iterator[Checkpoint]:
     """Open the safetensors files of `model_dir`; the memory maps end with the context. Raises ModelError."""
-    checkpoint = Checkpoint(model_dir)
+    has_config = (model_dir / "config.json").is_file()
+    checkpoint = Checkpoint(model_dir, quantisation_of(read_config(model_dir)) if has_config else None)
     try:
         yield checkpoint
     finally:
         checkpoint.close()
+
+
+@contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """Put the module before a ModelError of its quantised weight."""
+    try:
+        yield
+    except ModelError as error:
+        raise ModelError(f"the quantised {name.removesuffix('.weight')} cannot be read: {error}") from None
 
 
 def _open(model_dir: Path, file: str) -> Any:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from service.models.checkpoint.checkpoint import TensorSource
 from service.models.spec.model_spec import ModelSpec
 
-# Rotary frequencies, which some exports carry and nobody needs: they follow from the config.
-_REDUNDANT = "rotary_emb.inv_freq"
+# Rotary frequencies, which some exports carry and nobody needs: they follow from the config. Scales of a cache in 8
+# bits and of rounded activations: neither is rounded here.
+_REDUNDANT = ("rotary_emb.inv_freq", ".k_scale", ".v_scale", ".q_scale", ".output_scale")
 _MOST_NAMES = 20
 
 

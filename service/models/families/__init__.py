@@ -27,6 +27,7 @@ from service.models.families import (
 )
 from service.models.spec.config_json import check_kinds
 from service.models.spec.model_spec import ModelSpec
+from service.models.spec.quantisation import quantisation_of
 
 _READERS: Mapping[str, Callable[[Mapping[str, Any]], ModelSpec]] = MappingProxyType(
     {
@@ -60,10 +61,6 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], ModelSpec]] = MappingProxyT
     }
 )
 FAMILIES = tuple(_READERS)
-_QUANTISED = (
-    "config.json has a {}; quantised checkpoints are not served: give the directory of the one that it "
-    "was made of, in bfloat16, float16 or float32"
-)
 
 
 def model_spec(config: Mapping[str, Any]) -> ModelSpec:
@@ -75,9 +72,7 @@ def model_spec(config: Mapping[str, Any]) -> ModelSpec:
     inner = config.get("text_config")
     for part in (config, inner if isinstance(inner, dict) else {}):
         check_kinds(part)
-        for key in ("quantization_config", "compression_config"):
-            if part.get(key):
-                raise ModelError(_QUANTISED.format(key))
+    quantisation_of(config)
     spec = read(config)
     if not spec.attentions:
         raise ModelError("config.json has no attention layer; served are models with at least one")

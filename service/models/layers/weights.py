@@ -8,7 +8,8 @@ import torch
 
 from adapters.layout import BaseLayout
 from kernels.experts.ops import PackedExperts, pack_experts
-from kernels.linear.ops import pack_weight
+from kernels.linear.ops import PackedWeight, pack_quantised, pack_weight
+from kernels.linear.quantised import Quantised, dequantise, joined
 from service.models.checkpoint.checkpoint import TensorSource
 from service.models.layers.projection import Projection
 from service.models.spec.model_spec import ModelSpec
@@ -68,9 +69,14 @@ class Weights:
         """The projection that the layout calls `name`, its slices packed into one product, with the biases that it has.
         Raises ModelError."""
         modules = [piece.module for piece in self._layout[name].slices]
-        weights = [self._stored(f"{module}.weight") for module in modules]
+        weights = [self._weight(f"{module}.weight") for module in modules]
         biases = [self._stored(f"{module}.bias") for module in modules if f"{module}.bias" in self._shapes]
-        return self._pack(name, self._join(weights), self._join(biases) if biases else None)
+        bias = self._join(biases) if biases else None
+        codes = joined([weight for weight in weights if isinstance(weight, Quantised)])
+        if codes is not None and len(codes.scales) == sum(piece.out_features for piece in self._layout[name].slices):
+            return self._hold(name, pack_quantised(codes.to(self.device), bias, self.dtype))
+        floats = [dequantise(w, self.dtype) if isinstance(w, Quantised) else w for w in weights]
+        return self._pack(name, self._join(floats), bias)
 
     def experts(self, name: str, num_experts: int, size: int, hidden_size: int) -> PackedExperts:
         """The experts of a layer, which checkpoints hold one by one, or all in one tensor for gate and up and one for
@@ -110,8 +116,14 @@ class Weights:
     def _stored(self, name: str) -> torch.Tensor:
         return self._checkpoint.tensor(name, self._shapes[name])
 
+    def _weight(self, name: str) -> torch.Tensor | Quantised:
+        return self._checkpoint.weight(name, self._shapes[name])
+
     def _pack(self, name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> Projection:
-        projection = Projection(name, pack_weight(weight, bias))
+        return self._hold(name, pack_weight(weight, bias))
+
+    def _hold(self, name: str, weight: PackedWeight) -> Projection:
+        projection = Projection(name, weight)
         self.num_bytes += projection.weight.nbytes
         self.projections.append(projection)
         return projection

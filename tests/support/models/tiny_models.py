@@ -24,6 +24,7 @@ FAMILIES = (
 VOCAB_SIZE = 304
 SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+DEQUANTISED = "dequantised"  # folder, in that of a quantised model, of the same model in floats
 PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
@@ -268,7 +269,9 @@ def make_wrongly_tied_model(family: str, directory: Path, *, dtype: torch.dtype 
 
 
 def load_oracle(model_dir: Path, dtype: torch.dtype) -> Any:
-    """The model by transformers; one with a vision tower as a whole."""
+    """The model by transformers; one with a vision tower as a whole, and a quantised one's dequantised twin."""
+    if (model_dir / DEQUANTISED).is_dir():
+        model_dir = model_dir / DEQUANTISED
     config = json.loads((model_dir / "config.json").read_text())
     kind = transformers.AutoModelForImageTextToText if "vision_config" in config else transformers.AutoModelForCausalLM
     # Versions of transformers that compute gemma2's attention by torch's operator otherwise leave out the scores' cap.

@@ -1,0 +1,400 @@
+"""From a quantised module's tensors, as tools store them, to `Quantised`; see docs/quantised.md for the formats.
+
+Each layout says which tensor of a module only it has, which tensors it needs and in which shapes, and how they are
+read. Shapes are checked by headers, before any tensor is read.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from kernels.linear.quantised import Quantised, in_flat_blocks, pack_nibbles
+from service.models.errors import ModelError
+from service.models.spec.quantisation import Quantisation
+
+FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+_INT32 = ("I32",)
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the nibble of output n is, in a word of eight outputs
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A tensor before it is read: dtype in the spelling of safetensors, and shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """A module's weight [outputs, inputs] beside its headers by suffix, and what config.json says."""
+
+    outputs: int
+    inputs: int
+    headers: Mapping[str, Header]
+    config: Quantisation
+
+    def need(self, suffix: str, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> None:
+        """Raises ModelError unless the tensor is there, of one of the dtypes and, where any are given, shapes."""
+        header = self.headers.get(suffix)
+        if header is None:
+            raise ModelError(f"{suffix} is missing")
+        if header.dtype not in dtypes:
+            raise ModelError(f"{suffix} is {header.dtype}, and must be {' or '.join(dtypes)}")
+        if shapes and header.shape not in shapes:
+            wanted = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
+            raise ModelError(
+                f"{suffix} has the shape {list(header.shape)}, and a weight of {self.size} calls for {wanted}"
+            )
+
+    def check_bits(self, suffix: str, bits: int) -> None:
+        if self.config.bits and bits not in self.config.bits:
+            named = " or ".join(map(str, self.config.bits))
+            raise ModelError(f"{suffix} has codes of {bits} bits, and config.json says {named}")
+
+    def groups(self, suffix: str, num_groups: int) -> int:
+        """Inputs that share a scale, of so many scales for each output. Raises ModelError."""
+        group = self.config.group
+        if num_groups < 1 or self.inputs % num_groups:
+            raise ModelError(
+                f"{suffix} has scales for {num_groups} groups, which do not divide the {self.inputs} inputs"
+            )
+        found = self.inputs // num_groups
+        if group is not None and found != (self.inputs if group == -1 else group):
+            raise ModelError(f"{suffix} has one scale for {found} inputs, and config.json gives the group_size {group}")
+        return found
+
+    @property
+    def size(self) -> str:
+        return f"[{self.outputs}, {self.inputs}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """
+    sign   suffix of the tensor that only this layout has
+    check  raises ModelError for headers that do not fit
+    read   the weight of the tensors by suffix; may raise ModelError
+    known  suffixes of a module's further tensors
+    """
+
+    sign: str
+    check: Callable[[Sizes], None]
+    read: Callable[[Sizes, Mapping[str, torch.Tensor]], Quantised]
+    known: tuple[str, ...]
+
+
+def find_layout(headers: Mapping[str, Header], config: Quantisation) -> str | None:
+    """How the module whose tensors these are is stored; None: as it is. Raises ModelError where config.json says
+    otherwise."""
+    found = [name for name, layout in LAYOUTS.items() if _has(name, layout, headers)]
+    allowed = [name for name in found if name in config.layouts]
+    if found and not allowed:
+        raise ModelError(
+            f"{LAYOUTS[found[0]].sign} is of the format {found[0]}, and config.json names the method {config.method}: "
+            "take both from one download"
+        )
+    return allowed[0] if allowed else None
+
+
+def check(layout: str, sizes: Sizes) -> None:
+    """Raises ModelError for headers that do not fit the layout, the weight's size or config.json."""
+    LAYOUTS[layout].check(sizes)
+
+
+def read(layout: str, sizes: Sizes, tensors: Mapping[str, torch.Tensor]) -> Quantised:
+    """The weight of a module whose headers were checked. Raises ModelError for values that cannot be."""
+    weight = LAYOUTS[layout].read(sizes, tensors)
+    for values in (weight.scales, weight.offsets):
+        if values is not None and not bool(torch.isfinite(values).all()):
+            raise ModelError("a scale is NaN or infinite: download it again")
+    if layout != "bnb4" and not bool(weight.scales.all()) and _loses(weight):
+        raise ModelError("a scale is 0 over codes that are not: download it again")
+    return weight
+
+
+def _loses(weight: Quantised) -> bool:
+    """Whether a scale of 0 stands over codes that are not 0."""
+    rows, groups = (weight.scales == 0).nonzero(as_tuple=True)
+    if weight.codes.dtype == torch.uint8:
+        return True
+    codes = weight.codes.view(weight.out_features, -1, weight.group)
+    return bool((codes[rows, groups].float() != 0).any())
+
+
+def _has(name: str, layout: Layout, headers: Mapping[str, Header]) -> bool:
+    if layout.sign not in headers:
+        return False
+    if name in ("fp8", "int8"):
+        dtype = headers["weight"].dtype
+        has_scale = any(suffix in headers for suffix in ("weight_scale", "weight_scale_inv"))
+        return dtype == ("I8" if name == "int8" else "F8_E4M3") and has_scale
+    return True
+
+
+# ---- fp8, int8: codes as they are, and scales per tensor, output, group or block
+
+
+def _scale_suffix(sizes: Sizes) -> str:
+    return "weight_scale_inv" if "weight_scale_inv" in sizes.headers else "weight_scale"
+
+
+def _check_scaled(sizes: Sizes) -> None:
+    sizes.need("weight", ("F8_E4M3", "I8"), (sizes.outputs, sizes.inputs))
+    sizes.check_bits("weight", 8)
+    suffix = _scale_suffix(sizes)
+    sizes.need(suffix, tuple(FLOATS))
+    _block_of(sizes, suffix)
+    for offset in ("weight_zero_point", "weight_offset"):
+        if offset in sizes.headers:
+            sizes.need(offset, (*FLOATS, "I8", "I32"), sizes.headers[suffix].shape)
+
+
+def _block_of(sizes: Sizes, suffix: str) -> tuple[int, int]:
+    """(outputs, inputs) that share a scale. Raises ModelError."""
+    shape = sizes.headers[suffix].shape
+    rows, columns = {0: (1, 1), 1: (math.prod(shape), 1)}.get(len(shape), (*shape, 0, 0)[:2])
+    block = []
+    for have, size, given in zip(
+        (rows, columns), (sizes.outputs, sizes.inputs), sizes.config.block or (0, 0), strict=True
+    ):
+        if given and have == -(-size // given):
+            block.append(given)
+        elif have == 1 or have == size or (have and not given and size % have == 0):
+            block.append(size // have)
+        else:
+            raise ModelError(
+                f"{suffix} has the shape {list(shape)}, which does not divide a weight of {sizes.size} into blocks"
+                + (f" of {given} as config.json has them" if given else ""),
+            )
+    return block[0], block[1]
+
+
+def _read_scaled(sizes: Sizes, tensors: Mapping[str, torch.Tensor]) -> Quantised:
+    suffix = _scale_suffix(sizes)
+    rows, columns = _block_of(sizes, suffix)
+    group = math.gcd(columns, sizes.inputs)
+
+    def spread(values: torch.Tensor) -> torch.Tensor:
+        """float32 [outputs, groups]"""
+        values = values.float()
+        if values.dim() < 2:
+            values = values.reshape(-1, 1)
+        values = values.repeat_interleave(rows, 0)[: sizes.outputs]
+        return values.repeat_interleave(columns // group, 1)[:, : sizes.inputs // group].contiguous()
+
+    scales = spread(tensors[suffix])
+    zeros = next((tensors[name] for name in ("weight_zero_point", "weight_offset") if name in tensors), None)
+    offsets = None if zeros is None or not bool(zeros.any()) else -spread(zeros) * scales
+    return Quantised(tensors["weight"], scales, offsets, None, group, None)
+
+
+# ---- compressed-tensors' pack-quantized
+
+
+def _check_packed(sizes: Sizes) -> None:
+    bits = _bits_of(sizes, "weight_packed", sizes.headers["weight_packed"].shape, axis=1)
+    sizes.check_bits("weight_packed", bits)
+    sizes.need("weight_packed", _INT32, (sizes.outputs, sizes.inputs * bits // 32))
+    sizes.need("weight_scale", tuple(FLOATS))
+    shape = sizes.headers["weight_scale"].shape
+    num_groups = shape[1] if len(shape) == 2 else 1
+    sizes.groups("weight_scale", num_groups)
+    sizes.need("weight_scale", tuple(FLOATS), (sizes.outputs, num_groups), *([(1,), (1, 1)] if num_groups == 1 else []))
+    if "weight_zero_point" in sizes.headers:
+        sizes.need("weight_zero_point", _INT32, (-(-sizes.outputs * bits // 32), num_groups))
+    if "weight_g_idx" in sizes.headers:
+        sizes.need("weight_g_idx", _INT32, (sizes.inputs,))
+
+
+def _read_packed(sizes: Sizes, tensors: Mapping[str, torch.Tensor]) -> Quantised:
+    words, scales = tensors["weight_packed"], tensors["weight_scale"].float()
+    bits = _bits_of(sizes, "weight_packed", tuple(words.shape), axis=1)
+    codes = _unpacked(words, bits).reshape(sizes.outputs, sizes.inputs)
+    scales = scales.reshape(-1, scales.shape[-1]).expand(sizes.outputs, -1).contiguous()
+    zeros: torch.Tensor | float = float(2 ** (bits - 1))
+    if "weight_zero_point" in tensors:
+        packed = tensors["weight_zero_point"]
+        zeros = _unpacked(packed.t().contiguous(), bits).reshape(packed.shape[1], -1)[:, : sizes.outputs].t().float()
+    return _integers(codes, scales, zeros, bits, tensors.get("weight_g_idx"))
+
+
+# ---- AWQ and GPTQ: words of eight outputs, and of the inputs
+
+
+def _check_awq(sizes: Sizes) -> None:
+    sizes.need("scales", tuple(FLOATS))
+    num_groups = sizes.headers["scales"].shape[0] if sizes.headers["scales"].shape else 0
+    sizes.groups("scales", num_groups)
+    if sizes.outputs % 8:
+        raise ModelError(f"qweight packs eight outputs in a word, and the weight has {sizes.outputs}")
+    sizes.need("qweight", _INT32, (sizes.inputs, sizes.outputs // 8))
+    sizes.need("qzeros", _INT32, (num_groups, sizes.outputs // 8))
+    sizes.need("scales", tuple(FLOATS), (num_groups, sizes.outputs))
+
+
+def _read_awq(sizes: Sizes, tensors: Mapping[str, torch.Tensor]) -> Quantised:
+    order = torch.tensor(_AWQ_ORDER)
+
+    def outputs(words: torch.Tensor) -> torch.Tensor:
+        """uint8 [outputs, rows of the words]"""
+        return _unpacked(words, 4)[..., order].reshape(words.shape[0], sizes.outputs).t()
+
+    codes, zeros = outputs(tensors["qweight"]), outputs(tensors["qzeros"]).float()
+    return _integers(codes, tensors["scales"].float().t().contiguous(), zeros, 4, None)
+
+
+def _check_gptq(sizes: Sizes) -> None:
+    bits = _bits_of(sizes, "qweight", sizes.headers["qweight"].shape, axis=0)
+    sizes.check_bits("qweight", bits)
+    sizes.need("qweight", _INT32, (sizes.inputs * bits // 32, sizes.outputs))
+    sizes.need("scales", tuple(FLOATS))
+    num_groups = sizes.headers["scales"].shape[0] if sizes.headers["scales"].shape else 0
+    sizes.groups("scales", num_groups)
+    sizes.need("scales", tuple(FLOATS), (num_groups, sizes.outputs))
+    if sizes.outputs * bits % 32:
+        raise ModelError(f"qzeros packs {32 // bits} outputs in a word, and the weight has {sizes.outputs}")
+    sizes.need("qzeros", _INT32, (num_groups, sizes.outputs * bits // 32))
+    if "g_idx" in sizes.headers:
+        sizes.need("g_idx", _INT32, (sizes.inputs,))
+
+
+def _read_gptq(sizes: Sizes, tensors: Mapping[str, torch.Tensor]) -> Quantised:
+    words = tensors["qweight"]
+    bits = _bits_of(sizes, "qweight", tuple(words.shape), axis=0)
+    codes = _unpacked(words.t().contiguous(), bits).reshape(sizes.outputs, sizes.inputs)
+    packed = tensors["qzeros"]
+    # The first version stores zeros less 1; the sum is not cut to a code's bits, as in AutoGPTQ.
+    zeros = _unpacked(packed, bits).reshape(packed.shape[0], -1).t().float() + sizes.config.zero_shift
+    return _integers(codes, tensors["scales"].float().t().contiguous(), zeros, bits, tensors.get("g_idx"))
+
+
+def _bits_of(sizes: Sizes, suffix: str, shape: tuple[int, ...], axis: int) -> int:
+    """Bits of a code, of the words along the inputs. Raises ModelError."""
+    words = shape[axis] if len(shape) == 2 else 0
+    for bits in (4, 8):
+        if words * 32 == sizes.inputs * bits:
+            return bits
+    raise ModelError(
+        f"{suffix} has the shape {list(shape)}, which holds a weight of {sizes.size} neither in 4 nor 8 bits"
+    )
+
+
+def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """int32 [..., n] -> uint8 [..., n, codes of a word], the lowest bits first."""
+    octets = words.contiguous().view(torch.uint8).view(*words.shape, 4)
+    return octets if bits == 8 else torch.stack((octets & 15, octets >> 4), dim=-1).flatten(-2)
+
+
+def _integers(
+    codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | float, bits: int, groups: torch.Tensor | None
+) -> Quantised:
+    """(codes - zeros) * scales: codes uint8 [outputs, inputs], scales [outputs, groups], zeros as scales; groups
+    [inputs] of inputs where those stand in another order."""
+    group, order = codes.shape[1] // scales.shape[1], None
+    if groups is not None and bool((groups >= 0).all()):  # compressed-tensors has -1 where there is no order
+        expected = torch.arange(codes.shape[1]) // group
+        order = torch.argsort(groups, stable=True).to(torch.int32)
+        if not torch.equal(groups[order.long()].long(), expected):
+            raise ModelError(f"g_idx has groups that are not of {group} inputs each, which is not served")
+        if torch.equal(order.long(), torch.arange(codes.shape[1])):
+            order = None
+        else:
+            codes = codes[:, order.long()]
+    codes = codes.contiguous()
+    if bits == 8:
+        codes, zeros = (codes ^ 128).view(torch.int8), zeros - 128
+        if not torch.is_tensor(zeros) and zeros == 0:
+            return Quantised(codes, scales, None, None, group, order)
+        return Quantised(codes, scales, -zeros * scales, None, group, order)
+    return Quantised(pack_nibbles(codes), scales, -zeros * scales, None, group, order)
+
+
+# ---- bitsandbytes
+
+
+def _check_bnb4(sizes: Sizes) -> None:
+    num = sizes.outputs * sizes.inputs
+    if sizes.inputs % 2:
+        raise ModelError(f"weight has an odd number of inputs, {sizes.inputs}, in 4 bits, which is not served")
+    header = sizes.headers["weight"]
+    element_bytes = {"BF16": 2, "F16": 2, "F32": 4}.get(header.dtype, 1)
+    sizes.need("weight", ("U8", *FLOATS), (num // 2 // element_bytes, 1), (1, num // 2 // element_bytes))
+    sizes.need("weight.quant_map", ("F32",), (16,))
+    _quant_state(sizes)
+    if "weight.nested_absmax" in sizes.headers:
+        sizes.need("weight.absmax", ("U8",))
+        sizes.need("weight.nested_absmax", ("F32",))
+        sizes.need("weight.nested_quant_map", ("F32",), (256,))
+    else:
+        sizes.need("weight.absmax", ("F32",))
+
+
+def _quant_state(sizes: Sizes) -> str:
+    """Suffix of what bitsandbytes says of the weight, as JSON. Raises ModelError."""
+    found = [suffix for suffix in sizes.headers if suffix.startswith("weight.quant_state.bitsandbytes__")]
+    if len(found) != 1:
+        raise ModelError("weight.quant_state is missing")
+    return found[0]
+
+
+def _read_bnb4(sizes: Sizes, tensors: Mapping[str, torch.Tensor]) -> Quantised:
+    suffix = _quant_state(sizes)
+    try:
+        state = json.loads(bytes(tensors[suffix].tolist()))
+        block, shape = int(state["blocksize"]), tuple(state["shape"])
+        nested = int(state["nested_blocksize"]) if "nested_blocksize" in state else 0
+        offset = float(state.get("nested_offset", 0.0))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{suffix} is no JSON of bitsandbytes: {error!r}") from error
+    if shape != (sizes.outputs, sizes.inputs) or block < 1:
+        raise ModelError(f"{suffix} is of a weight of {list(shape)}, and config.json calls for {sizes.size}")
+    absmax = tensors["weight.absmax"]
+    if "weight.nested_absmax" in tensors:
+        steps = tensors["weight.nested_absmax"].repeat_interleave(max(nested, 1))[: absmax.numel()]
+        if steps.numel() != absmax.numel():
+            raise ModelError("weight.nested_absmax has too few values: download it again")
+        absmax = tensors["weight.nested_quant_map"][absmax.long()] * steps + offset
+    packed = tensors["weight"].contiguous().view(torch.uint8).reshape(sizes.outputs, sizes.inputs // 2)
+    swapped = packed >> 4 | packed << 4  # bitsandbytes has the even input in the high nibble
+    if absmax.numel() * block < swapped.numel() * 2:
+        raise ModelError("weight.absmax has too few values: download it again")
+    return in_flat_blocks(swapped, absmax, tensors["weight.quant_map"], block)
+
+
+def _check_bnb8(sizes: Sizes) -> None:
+    sizes.need("weight", ("I8",), (sizes.outputs, sizes.inputs))
+    sizes.need("SCB", ("F32",), (sizes.outputs,))
+
+
+def _read_bnb8(sizes: Sizes, tensors: Mapping[str, torch.Tensor]) -> Quantised:  # noqa: ARG001
+    return Quantised(tensors["weight"], (tensors["SCB"] / 127)[:, None], None, None, tensors["weight"].shape[1], None)
+
+
+_SCALED = ("weight", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_offset")
+# For rounded activations, which are not rounded here.
+_LEFT = ("input_scale", "input_offset", "deq_scale", "quant_bias", "input_zero_point", "input_global_scale")
+_SCALED_KNOWN = (*_SCALED, *_LEFT, "weight_shape")
+_BNB4 = ("weight", "weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map")
+_STATES = tuple(f"weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
+
+LAYOUTS: dict[str, Layout] = {
+    "bnb4": Layout("weight.absmax", _check_bnb4, _read_bnb4, (*_BNB4, *_STATES)),
+    "bnb8": Layout("SCB", _check_bnb8, _read_bnb8, ("weight", "SCB", "weight_format")),
+    "packed": Layout(
+        "weight_packed",
+        _check_packed,
+        _read_packed,
+        ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape", *_LEFT),
+    ),
+    "awq": Layout("qweight", _check_awq, _read_awq, ("qweight", "qzeros", "scales")),
+    "gptq": Layout("qweight", _check_gptq, _read_gptq, ("qweight", "qzeros", "scales", "g_idx")),
+    "fp8": Layout("weight", _check_scaled, _read_scaled, _SCALED_KNOWN),
+    "int8": Layout("weight", _check_scaled, _read_scaled, _SCALED_KNOWN),
+}
+SUFFIXES = tuple(dict.fromkeys(suffix for layout in LAYOUTS.values() for suffix in layout.known))

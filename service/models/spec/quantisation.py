@@ -1,0 +1,167 @@
+"""config.json's word on how weights are quantised. Torch-free.
+
+A module's own tensors say whether it is quantised, so lists of ignored modules need no reading. The config says what
+tensors cannot: the method, and what would change their meaning. What is not understood is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from service.models.errors import ModelError
+
+METHODS = ("fp8", "fbgemm_fp8", "modelopt", "compressed-tensors", "awq", "gptq", "auto-round", "bitsandbytes")
+KEYS = ("quantization_config", "compression_config")
+_HELP = "give the directory of the checkpoint that it was made of, in bfloat16, float16 or float32"
+_AUTO_ROUND = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
+_COMPRESSED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense")
+
+
+@dataclass(frozen=True, slots=True)
+class Quantisation:
+    """
+    method      as config.json has it
+    layouts     how quantised modules may be stored: keys of `service.models.checkpoint.quantised.LAYOUTS`
+    bits        of a code, those that modules may have; empty: whatever the tensors say
+    group       inputs that share a scale, -1 for all; None: whatever the tensors say
+    block       (outputs, inputs) that share a scale of fp8; None: the shape of the scales says
+    zero_shift  1 where zero points are stored less 1 (GPTQ's first version)
+    """
+
+    method: str
+    layouts: tuple[str, ...]
+    bits: tuple[int, ...] = ()
+    group: int | None = None
+    block: tuple[int, int] | None = None
+    zero_shift: int = 0
+
+
+def quantisation_of(config: Mapping[str, Any]) -> Quantisation | None:
+    """How the checkpoint of a parsed config.json is quantised; None: it is not. Raises ModelError."""
+    inner = config.get("text_config")
+    for part in (config, inner if isinstance(inner, dict) else {}):
+        for key in KEYS:
+            if part.get(key):
+                return _read(part[key], key)
+    return None
+
+
+def _read(given: Any, key: str) -> Quantisation:
+    if not isinstance(given, dict):
+        raise ModelError(f"config.json must give {key} as an object, and has {given!r:.80}")
+    if isinstance(given.get("quantization_config"), dict):  # compressed-tensors had it inside compression_config once
+        given = given["quantization_config"]
+    method = given.get("quant_method", "compressed-tensors" if "config_groups" in given else None)
+    readers = {
+        **dict.fromkeys(("fp8", "fbgemm_fp8"), _fp8),
+        "modelopt": _modelopt,
+        "compressed-tensors": _compressed,
+        "awq": _awq,
+        "gptq": _gptq,
+        "auto-round": _auto_round,
+        "bitsandbytes": _bitsandbytes,
+    }
+    read = readers.get(str(method))
+    if read is None:
+        raise ModelError(
+            f"config.json has a {key} with the quant_method {method!r}; served are {', '.join(METHODS)}: {_HELP}"
+        )
+    return read(given)
+
+
+def _fp8(given: Mapping[str, Any]) -> Quantisation:
+    _only(given, "fmt", ("e4m3", "float8_e4m3fn", None))
+    return Quantisation(str(given["quant_method"]), ("fp8",), block=_pair(given.get("weight_block_size")))
+
+
+def _modelopt(given: Mapping[str, Any]) -> Quantisation:
+    _only(given, "quant_algo", ("FP8", "FP8_PB_WO"))
+    return Quantisation("modelopt", ("fp8",))
+
+
+def _compressed(given: Mapping[str, Any]) -> Quantisation:
+    _only(given, "quantization_status", ("compressed", "frozen", None))
+    for name in ("sparsity_config", "transform_config"):
+        inner = given.get(name)
+        if inner and not (isinstance(inner, dict) and inner.get("format", "") == "dense"):
+            raise ModelError(f"config.json's quantisation has a {name}, which is not served: {_HELP}")
+    groups = given.get("config_groups")
+    if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
+        raise ModelError("config.json's quantisation must give config_groups as an object of objects")
+    formats = [given.get("format"), *(group.get("format") for group in groups.values())]
+    bits, blocks = set(), set()
+    for name in formats:
+        _only({"format": name}, "format", (*_COMPRESSED, None))
+    for group in groups.values():
+        weights = group.get("weights")
+        if not isinstance(weights, dict):
+            continue
+        kind = (weights.get("num_bits"), weights.get("type", "int"))
+        if kind not in ((4, "int"), (8, "int"), (8, "float")):
+            raise ModelError(
+                f"config.json's quantisation has weights of {kind[0]} bits of the type {kind[1]}; served are int of 4 "
+                f"or 8 bits, and float of 8: {_HELP}"
+            )
+        _only(weights, "strategy", ("tensor", "channel", "group", "block", None))
+        bits.add(int(kind[0]))
+        blocks.add(_pair(weights.get("block_structure")))
+    block = blocks.pop() if len(blocks) == 1 else None
+    return Quantisation("compressed-tensors", ("fp8", "int8", "packed"), tuple(sorted(bits)), block=block)
+
+
+def _awq(given: Mapping[str, Any]) -> Quantisation:
+    _only(given, "bits", (4,))
+    if str(given.get("version", "gemm")).lower() != "gemm":
+        raise ModelError(
+            f"config.json's quantisation is AWQ of the version {given['version']!r}; served is gemm: {_HELP}"
+        )
+    return Quantisation("awq", ("awq",), (4,), _group(given))
+
+
+def _gptq(given: Mapping[str, Any]) -> Quantisation:
+    _only(given, "bits", (4, 8))
+    _only(given, "checkpoint_format", ("gptq", "gptq_v2", None))
+    if given.get("meta", {}).get("rotation") if isinstance(given.get("meta"), dict) else False:
+        raise ModelError(f"config.json's quantisation has rotated weights, which are not served: {_HELP}")
+    shift = 0 if given.get("checkpoint_format") == "gptq_v2" else 1
+    # Rules by module change bits and groups: the tensors say them.
+    if given.get("dynamic"):
+        return Quantisation("gptq", ("gptq",), zero_shift=shift)
+    return Quantisation("gptq", ("gptq",), (int(given["bits"]),), _group(given), zero_shift=shift)
+
+
+def _auto_round(given: Mapping[str, Any]) -> Quantisation:
+    _only(given, "packing_format", tuple(_AUTO_ROUND))
+    layout = _AUTO_ROUND[given["packing_format"]]
+    return Quantisation("auto-round", (layout,), zero_shift=1 if layout == "gptq" else 0)
+
+
+def _bitsandbytes(given: Mapping[str, Any]) -> Quantisation:  # noqa: ARG001
+    return Quantisation("bitsandbytes", ("bnb4", "bnb8"))
+
+
+def _group(given: Mapping[str, Any]) -> int:
+    size = given.get("group_size", given.get("q_group_size", 128))
+    if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and size != -1):
+        raise ModelError(f"config.json's quantisation must give group_size as a positive integer or -1, not {size!r}")
+    return size
+
+
+def _pair(value: Any) -> tuple[int, int] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list) or len(value) != 2 or not all(isinstance(n, int) and n > 0 for n in value):
+        raise ModelError(
+            f"config.json's quantisation must give a block as two positive integers, and has {value!r:.80}"
+        )
+    return value[0], value[1]
+
+
+def _only(given: Mapping[str, Any], name: str, served: tuple[object, ...]) -> None:
+    """Raises ModelError for another value of the field; None in `served`: it may be left out."""
+    value = given.get(name)
+    if isinstance(value, bool) or value not in served:
+        named = ", ".join(str(one) for one in served if one is not None)
+        raise ModelError(f"config.json's quantisation has the {name} {value!r:.80}; served is {named}: {_HELP}")

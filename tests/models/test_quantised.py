@@ -1,0 +1,161 @@
+"""Quantised checkpoints: bits of dequantised weights, logits beside transformers' on the same weights, and adapters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from service.models.checkpoint.checkpoint import open_checkpoint
+from service.models.checkpoint.tensors import compare
+from service.models.errors import ModelError
+from service.models.families import model_spec
+from service.models.loader import load_model
+from service.models.spec.config_json import read_config
+from tests.models.test_parity import assert_parity
+from tests.support.engine.engine_parity import Oracle, answers_of, assert_greedy, make_requests, make_world
+from tests.support.models.quantised_models import FORMATS, make_quantised
+from tests.support.models.tiny_models import DEQUANTISED, LINEAR_MODULES
+
+Q_PROJ = "model.layers.1.self_attn.q_proj"
+# Formats with further families: 8 bits, groups with zeros, another order of the inputs, blocks across rows.
+OTHERS = ("qwen3", "gemma3_text", "lfm2", "qwen3_5_text", "qwen3_moe", "phi3")
+WITH_OTHERS = ("awq", "gptq_act_order", "fp8_blocks", "nf4_nested")
+CASES = [*(f"llama-{form}" for form in FORMATS), *(f"{family}-{form}" for family in OTHERS for form in WITH_OTHERS)]
+WIDE = {case for case in CASES if not case.startswith("llama-")}
+
+
+def marked(cases: list[str], wide: set[str]) -> list[Any]:
+    return [pytest.param(case, marks=pytest.mark.wide) if case in wide else case for case in cases]
+
+
+@pytest.mark.parametrize("case", marked(CASES, WIDE))
+def test_dequantised_weights_are_the_formats_own(case: str, tmp_path: Path) -> None:
+    family, _, form = case.partition("-")
+    model_dir = make_quantised(form, family, tmp_path)
+    plain = load_file(model_dir / DEQUANTISED / "model.safetensors")
+    spec = model_spec(read_config(model_dir))
+    with open_checkpoint(model_dir) as checkpoint:
+        found = compare(spec, checkpoint)
+        assert (found.faults, found.unexpected) == ((), ())
+        num_compared = 0
+        for name, shape in spec.tensors(checkpoint).items():
+            if name in plain:
+                assert torch.equal(checkpoint.tensor(name, shape), plain[name]), name
+                num_compared += name.endswith("proj.weight")
+        assert num_compared >= 4
+    assert_parity(model_dir, "cpu")
+
+
+# DoRA reads the base's norms, saved heads and trained tokens its rows.
+KINDS: dict[str, dict[str, Any]] = {
+    "all": {"rank": 8, "target_modules": LINEAR_MODULES["llama"]},
+    "attention": {"rank": 4, "target_modules": ["q_proj", "v_proj"]},
+    "dora": {"rank": 4, "target_modules": ["q_proj", "down_proj"], "use_dora": True},
+    "head": {"rank": 4, "target_modules": ["k_proj"], "modules_to_save": ["lm_head"]},
+    "tokens": {"rank": 4, "target_modules": ["up_proj"], "trainable_token_indices": [7, 9]},
+}
+
+
+@pytest.mark.parametrize("form", marked([*FORMATS], {*FORMATS} - {"awq", "nf4_nested"}))
+def test_adapters_of_all_kinds_answer_as_peft_on_the_dequantised_weights(form: str, tmp_path: Path) -> None:
+    world = make_world("llama", tmp_path, "cpu", specs=KINDS, make_model=partial(make_quantised, form))
+    requests = make_requests(world, 12)
+    answers, oracle = answers_of(world, requests, side_bytes=8 << 20), Oracle(world)
+    for request in requests:
+        assert_greedy(oracle, request, answers[request.name].tokens)
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("family", OTHERS)
+@pytest.mark.parametrize("form", WITH_OTHERS)
+def test_adapters_of_other_families(family: str, form: str, tmp_path: Path) -> None:
+    world = make_world(family, tmp_path, "cpu", make_model=partial(make_quantised, form))
+    requests = make_requests(world, 12)
+    answers, oracle = answers_of(world, requests), Oracle(world)
+    for request in requests:
+        assert_greedy(oracle, request, answers[request.name].tokens)
+
+
+def tensor(change: Callable[[torch.Tensor], torch.Tensor | None], suffix: str) -> Callable[[Path], None]:
+    """Change one tensor of a module, or leave it out."""
+
+    def edit(model_dir: Path) -> None:
+        tensors = load_file(model_dir / "model.safetensors")
+        changed = change(tensors.pop(f"{Q_PROJ}.{suffix}"))
+        if changed is not None:
+            tensors[f"{Q_PROJ}.{suffix}"] = changed
+        save_file(tensors, model_dir / "model.safetensors", {"format": "pt"})
+
+    return edit
+
+
+def config(**fields: Any) -> Callable[[Path], None]:
+    """Change the quantization_config; None removes a field, and no field at all the whole of it."""
+
+    def edit(model_dir: Path) -> None:
+        read = json.loads((model_dir / "config.json").read_text())
+        read["quantization_config"].update(fields)
+        if not fields:
+            del read["quantization_config"]
+        (model_dir / "config.json").write_text(json.dumps(read))
+
+    return edit
+
+
+def filled(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda values: values.flatten().index_fill(0, torch.tensor([1]), value).view_as(values)
+
+
+def shorter(values: torch.Tensor) -> torch.Tensor:
+    return values[:-1].contiguous()
+
+
+REFUSED: dict[str, tuple[str, Callable[[Path], None], str]] = {
+    "no-scales": ("awq", tensor(lambda _: None, "scales"), "scales is missing"),
+    "no-zeros": ("awq", tensor(lambda _: None, "qzeros"), "qzeros is missing"),
+    "cut-scales": ("awq", tensor(shorter, "scales"), "scales for 5 groups, which do not divide the 48 inputs"),
+    "cut-codes": ("gptq", tensor(shorter, "qweight"), "neither in 4 nor 8 bits"),
+    "float-codes": ("gptq", tensor(lambda codes: codes.float(), "qweight"), "is F32, and must be I32"),
+    "groups": ("gptq_act_order", tensor(torch.zeros_like, "g_idx"), "groups that are not of 8 inputs each"),
+    "nan": ("awq", tensor(filled(float("nan")), "scales"), "scale is NaN or infinite"),
+    "infinite": ("nf4", tensor(filled(float("inf")), "weight.absmax"), "scale is NaN or infinite"),
+    "zero": ("fp8_channels", tensor(filled(0.0), "weight_scale"), "scale is 0"),
+    "blocks": ("fp8_blocks", tensor(shorter, "weight_scale_inv"), "does not divide a weight of [96, 48] into blocks"),
+    "cut-absmax": ("nf4", tensor(shorter, "weight.absmax"), "absmax has too few values"),
+    "no-state": ("nf4", tensor(lambda _: None, "weight.quant_state.bitsandbytes__nf4"), "quant_state is missing"),
+    "no-json": (
+        "nf4",
+        tensor(torch.zeros_like, "weight.quant_state.bitsandbytes__nf4"),
+        "is no JSON of bitsandbytes",
+    ),
+    "no-scale": ("fp8_tensor", tensor(lambda _: None, "weight_scale"), "is F8_E4M3; served are F32, BF16, F16"),
+    "config-gone": ("fp8_tensor", config(), "config.json has no quantization_config"),
+    "config-gone-packed": ("awq", config(), f"no tensor {Q_PROJ.replace('.1.', '.0.')}.weight"),
+    "other-method": ("awq", config(quant_method="fp8"), "is of the format awq, and config.json names the method fp8"),
+    "other-bits": ("gptq", config(bits=8), "has codes of 4 bits, and config.json says 8"),
+    "other-group": ("gptq", config(group_size=16), "one scale for 8 inputs, and config.json gives the group_size 16"),
+    "unknown-method": ("awq", config(quant_method="quip"), "quant_method 'quip'; served are fp8, fbgemm_fp8"),
+    "unknown-bits": ("gptq", config(bits=3), "has the bits 3; served is 4, 8"),
+    "unknown-version": ("awq", config(version="gemv"), "AWQ of the version 'gemv'; served is gemm"),
+    "unknown-format": ("packed", config(format="nvfp4-pack-quantized"), "has the format 'nvfp4-pack-quantized'"),
+    "rotated": ("packed", config(transform_config={"config_groups": {"R1": {}}}), "has a transform_config"),
+    "sparse": ("packed", config(sparsity_config={"format": "sparse-24-bitmask"}), "has a sparsity_config"),
+    "block-of-text": ("fp8_blocks", config(weight_block_size="128"), "two positive integers"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_read_is_refused_by_a_sentence(case: str, tmp_path: Path) -> None:
+    form, edit, words = REFUSED[case]
+    model_dir = make_quantised(form, "llama", tmp_path, num_hidden_layers=2)
+    edit(model_dir)
+    with pytest.raises(ModelError) as caught:
+        load_model(model_dir)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
