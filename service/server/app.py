@@ -24,7 +24,7 @@ from kernels.lora.max_rank import MAX_KERNEL_RANK
 from kernels.sampling.parameters import NEUTRAL
 from service.api import page
 from service.api.access.auth import Access
-from service.api.adapter_routes import adapters, pinning, versions, vllm_lora
+from service.api.adapter_routes import adapters, pinning, sglang_lora, versions, vllm_lora
 from service.api.admission.sampling import model_defaults
 from service.api.entry.error_handlers import add_error_handlers
 from service.api.entry.middleware import BodyRule, EntryMiddleware
@@ -45,6 +45,7 @@ from service.api.routes import (
 )
 from service.api.routes.openapi_route import serve_openapi
 from service.api.state import Services
+from service.api.uploads.tensors_json import MAX_BESIDE_BYTES
 from service.cluster.engines import Engines
 from service.engine.ipc.client import EngineClient
 from service.engine.ipc.link import EngineLink
@@ -89,6 +90,7 @@ ROUTERS = (
     pinning.router,
     adapters.router,
     vllm_lora.router,
+    sglang_lora.router,
     health.router,
     control.router,
 )
@@ -386,7 +388,9 @@ def _body_rule(settings: Settings) -> Callable[[str, str], BodyRule]:
     Those of the vLLM paths and of rollbacks are a name or two, and parsed in the loop."""
     upload = BodyRule(int(settings.max_upload_bytes) + (1 << 16), is_buffered=False, flag="--max-upload-bytes")
     small = BodyRule(min(_SMALL_BODY_BYTES, int(settings.max_body_bytes)))
-    rules = {"/v1/adapters": upload} | dict.fromkeys(vllm_lora.PATHS, small)
+    in_base64 = upload._replace(limit_bytes=upload.limit_bytes * 4 // 3 + MAX_BESIDE_BYTES)
+    rules = {"/v1/adapters": upload, sglang_lora.LOAD_PATH: in_base64}
+    rules |= dict.fromkeys((*vllm_lora.PATHS, "/unload_lora_adapter"), small)
     other = BodyRule(int(settings.max_body_bytes), flag="--max-body-bytes")
 
     def rule(method: str, path: str) -> BodyRule:

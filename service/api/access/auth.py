@@ -55,6 +55,8 @@ ROUTES = (
     Route("/v1/adapters/", "delete", ("DELETE",)),
     Route("/v1/adapters", "upload"),
     Route("/v1/adapters/", "upload"),
+    Route("/load_lora_adapter_from_tensors", "upload"),
+    Route("/unload_lora_adapter", "delete"),
     Route("/v1/load_lora_adapter", "admin"),
     Route("/v1/unload_lora_adapter", "admin"),
     Route("/reset_prefix_cache", "control"),

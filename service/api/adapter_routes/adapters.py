@@ -37,7 +37,7 @@ from service.api.schema.query import each_once, no_query
 from service.api.state import Services, services_of
 from service.api.threads import in_turn
 from service.api.uploads.multipart import UploadQuery, in_upload_thread
-from service.api.uploads.receive import receive_upload
+from service.api.uploads.receive import MakeParts, multipart, receive_upload
 from service.engine.ipc.messages import Tier
 from service.fairness.client_identity import CLIENT
 from service.logs import audit
@@ -67,7 +67,7 @@ async def upload_adapter(request: Request, query: Annotated[UploadQuery, Query()
 
 
 async def take_upload(
-    request: Request, name: str | None, condition: Condition, query: UploadQuery
+    request: Request, name: str | None, condition: Condition, query: UploadQuery, make_parts: MakeParts = multipart
 ) -> tuple[AdapterRecord, bool, str]:
     """Read the adapter in the request's body, check it, and make it the current version of its name, which is `name` or
     in the body. Returns (record, created) as `Upload.finish` does, and the note that was sent. LimitReached if the
@@ -89,7 +89,7 @@ async def take_upload(
         if query.without_tokenizer:
             upload.leave_tokenizer_out()
         try:
-            sent = await receive_upload(request, namespace.place, upload, place)
+            sent = await receive_upload(request, namespace.place, upload, place, make_parts)
             if query.probe:
                 lease = await in_upload_thread(upload.hold)
                 held.callback(lease.release)

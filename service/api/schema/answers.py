@@ -218,6 +218,15 @@ class AdapterResponse(AdapterSummary):
     notes: list[str]
 
 
+class LoraUpdated(Response):
+    """Answer of SGLang's routes, with the digest of what the name stands for, or stood for."""
+
+    success: Literal[True]
+    error_message: Literal[""]
+    digest: str
+    version: int | None = None
+
+
 class AdapterVersion(Response):
     """A content that a name has stood for: since when, by whom, and what they said of it. `same_as` is the version that
     has the same weights, value by value, in another float type."""

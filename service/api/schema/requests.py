@@ -16,7 +16,13 @@ from service.api.schema.base import FIRST, Request, bounded, field_error, value_
 from service.api.schema.chat_messages import ChatMessage, TemplateVariables
 from service.api.schema.response_formats import JsonSchema, ResponseFormat, StructuredOutputs
 from service.api.schema.tools import MAX_TOOLS, ToolChoice, ToolList, check_tool_choice, check_tools
-from service.api.schema.unserved_fields import EMBEDDING_FIELDS, GENERATION_FIELDS, STREAM_FIELDS, TOKENIZE_FIELDS
+from service.api.schema.unserved_fields import (
+    EMBEDDING_FIELDS,
+    GENERATION_FIELDS,
+    LOAD_TENSORS_FIELDS,
+    STREAM_FIELDS,
+    TOKENIZE_FIELDS,
+)
 from service.engine.ipc.messages import MAX_LOGIT_BIASES, MAX_LOGPROB_TOKEN_IDS, MAX_STOP_TOKEN_IDS
 
 # Alternatives included, of one request, and of all answers of a client that are not sent yet: 0.5 KB each.
@@ -420,6 +426,26 @@ class UnloadLoraRequest(Request):
 
     lora_name: str = Field(min_length=1)
     lora_int_id: int | None = Field(None, description="accepted and ignored")
+
+
+class LoadTensorsRequest(Request):
+    """Body of POST /load_lora_adapter_from_tensors, SGLang's, with safetensors in the place of a pickle."""
+
+    unserved = LOAD_TENSORS_FIELDS
+
+    lora_name: str = Field(min_length=1)
+    config_dict: dict[str, Any] = Field(description="PEFT's adapter_config.json")
+    serialized_tensors: str = Field(
+        description="PEFT's adapter_model.safetensors in base64: `base64.b64encode(safetensors.torch.save(tensors))`"
+    )
+    load_format: Literal["safetensors"] | None = None
+
+
+class SglangUnloadRequest(Request):
+    """Body of POST /unload_lora_adapter, SGLang's."""
+
+    lora_name: str = Field(min_length=1)
+    lora_id: str | None = Field(None, description="accepted and ignored")
 
 
 class VisibilityRequest(Request):

@@ -153,6 +153,12 @@ _OF_CHATS_ALONE = (
     _refused("prompt_logprobs", "truncate_prompt_tokens", advice=_CHAT),
     _refused("truncation_side", neutral=("left",), advice=_CHAT),
 )
+# Fields of /load_lora_adapter_from_tensors.
+LOAD_TENSORS_FIELDS = _table(
+    _inert("lora_id", "rid", "http_worker_ipc"),
+    _refused("pinned", neutral=(False,), advice="send PUT /v1/adapters/{name}/pin"),
+    _refused("added_tokens_config", neutral=({},), advice="send the tokenizer's files to PUT /v1/adapters/{name}"),
+)
 # Fields of /inference/v1/generate, and of its `sampling_params`: vLLM's own that a completion has not.
 GENERATE_FIELDS = _table(
     _refused("features", "kv_transfer_params", advice="leave it out: prompts are text alone, and computed here"),

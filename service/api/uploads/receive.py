@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
+from typing import Protocol
 
 from fastapi import Request
 from python_multipart.multipart import parse_options_header
@@ -21,15 +22,36 @@ _LONE_BYTES = 1 << 14
 MAX_SILENCE_SECONDS = 60.0
 
 
-async def receive_upload(
-    request: Request, check_name: Callable[[str], object], upload: Upload, place: UploadPlace
-) -> Sent:
-    """Read the request's body into `upload`; its text parts. Raises BadRequest, QueueFull when its place is taken back,
-    what `check_name` raises, and the errors of the store."""
+class Parts(Protocol):
+    """A body that is fed into an `Upload`; see `MultipartUpload`."""
+
+    def feed_all(self, pieces: Iterable[bytes | bytearray]) -> None: ...
+    def finish(self) -> Sent: ...
+    def close(self) -> None: ...
+
+
+# The body's parts for a request, what checks a name, and the upload. Raises BadRequest.
+MakeParts = Callable[[Request, Callable[[str], object], Upload], Parts]
+
+
+def multipart(request: Request, check_name: Callable[[str], object], upload: Upload) -> MultipartUpload:
+    """The parts of a multipart body. Raises BadRequest for another one."""
     kind, options = parse_options_header(request.headers.get("content-type"))
     if kind != b"multipart/form-data" or not options.get(b"boundary"):
         raise BadRequest("Send the adapter as multipart/form-data, for example with curl -F.")
-    parts = MultipartUpload(check_name, upload, options[b"boundary"])
+    return MultipartUpload(check_name, upload, options[b"boundary"])
+
+
+async def receive_upload(
+    request: Request,
+    check_name: Callable[[str], object],
+    upload: Upload,
+    place: UploadPlace,
+    make_parts: MakeParts = multipart,
+) -> Sent:
+    """Read the request's body into `upload`; its text parts. Raises BadRequest, QueueFull when its place is taken back,
+    what `check_name` raises, and the errors of the store."""
+    parts = make_parts(request, check_name, upload)
     feeding = _Feeding(parts, place)
     try:
         async for chunk in _chunks(request, place, feeding.check):
@@ -46,14 +68,14 @@ async def receive_upload(
 class _Feeding:
     """Has what comes parsed and written in a thread, one `_FEED_BYTES` behind what comes."""
 
-    def __init__(self, parts: MultipartUpload, place: UploadPlace) -> None:
+    def __init__(self, parts: Parts, place: UploadPlace) -> None:
         self._parts, self._place = parts, place
         self._pieces: list[bytes | bytearray] = []
         self._num_bytes = 0
         self._written: asyncio.Future[None] | None = None
 
     async def add(self, chunk: bytes) -> None:
-        """More of the body; waits while there is too much. Raises what `MultipartUpload.feed` does."""
+        """More of the body; waits while there is too much. Raises what `Parts.feed_all` does."""
         if len(chunk) >= _LONE_BYTES:
             self._pieces.append(chunk)  # and nobody copies it
         elif self._pieces and isinstance(self._pieces[-1], bytearray):

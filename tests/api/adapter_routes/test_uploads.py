@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import json
+import pickle
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,11 +13,20 @@ from typing import Any
 
 import pytest
 
-from adapters.errors import StagingFull
+from adapters.errors import AdapterError, StagingFull
 from adapters.store.store import AdapterStore, StoreLimits
 from adapters.upload.staging_bytes import StagingBytes
+from service.api.errors import ApiError
+from service.api.uploads.tensors_json import MAX_BESIDE_BYTES, TensorsJson
 from tests.api.conftest import BASE, Checkpoints
-from tests.support.adapter_files import config_bytes, small_layout, upload_small
+from tests.support.adapter_files import (
+    config_bytes,
+    lora_tensors,
+    modules_ending,
+    safetensors_bytes,
+    small_layout,
+    upload_small,
+)
 from tests.support.http.server import Server, running_server, wait_for
 from tests.support.http.uploads import CONFIG, MULTIPART, multipart, parts_of, tar_of
 from tests.support.limits import LIMIT_SECONDS
@@ -142,3 +154,85 @@ def test_bytes_are_held_until_the_upload_is_an_adapter_or_gone(tmp_path: Path, c
         assert not isinstance(refused.value, StagingFull)
     assert store.staging_bytes.num_bytes == 0
     store.close()
+
+
+LAYOUT = small_layout()
+TENSORS = safetensors_bytes(lora_tensors(LAYOUT, modules_ending(LAYOUT, "q_proj"), 4))
+NAN = TENSORS[:-4] + b"\x00\x00\xc0\x7f"
+
+
+def tensors_body(tensors: bytes = TENSORS, **change: Any) -> dict[str, Any]:
+    encoded = base64.b64encode(tensors).decode()
+    return {"lora_name": "policy", "config_dict": json.loads(config_bytes()), "serialized_tensors": encoded, **change}
+
+
+def loaded(store: AdapterStore, body: bytes, chunk_bytes: int) -> str:
+    """The digest of the adapter in a body that comes in chunks of this size."""
+    with store.begin(is_ephemeral=True) as upload:
+        parts = TensorsJson(store.check_name, upload)
+        try:
+            parts.feed_all([body[start : start + chunk_bytes] for start in range(0, len(body), chunk_bytes)])
+            return upload.finish(parts.finish().name_for(None))[0].digest
+        finally:
+            parts.close()
+
+
+@pytest.fixture(scope="module")
+def memory_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdapterStore]:
+    limits = StoreLimits(free_disk_floor_bytes=0, max_ephemeral_bytes=8 * MIB, max_upload_bytes=MIB)
+    store = AdapterStore(tmp_path_factory.mktemp("memory"), LAYOUT, limits, base_name="base")
+    yield store
+    store.check_integrity()
+    store.close()
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 2, 3, 7, 50, 1 << 20])
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_tensors_come_in_any_pieces_and_order(
+    memory_store: AdapterStore, chunk_bytes: int, order: tuple[int, ...]
+) -> None:
+    fields = list(tensors_body().items())
+    spaced = json.dumps(dict(fields[at] for at in order), indent=1).encode()
+    # A `/` may be escaped, and a text that looks like the field is none.
+    escaped = json.dumps({"rid": '{"serialized_tensors": "', **dict(fields)}).replace("/", "\\/").encode()
+    digest = upload_small(memory_store, LAYOUT, "as-files")[0].digest
+    assert {loaded(memory_store, body, chunk_bytes) for body in (spaced, escaped)} == {digest}
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        (tensors_body(pickle.dumps({"a": [1.0] * 9})), "pickle"),
+        (tensors_body(pickle.dumps({"a": 1}, protocol=2)), "pickle"),
+        (tensors_body(b"\x80\x05."), "pickle"),
+        (tensors_body(NAN), "NaN"),
+        (tensors_body(TENSORS[:-4]), "cut off"),
+        (tensors_body(b""), ""),
+        (tensors_body(serialized_tensors=base64.b64encode(TENSORS).decode()[:-3]), "base64"),
+        (tensors_body(serialized_tensors="!!!!" * 9), "base64"),
+        (tensors_body(serialized_tensors="AA==AAAA" * 90), "base64"),
+        (tensors_body(serialized_tensors=base64.encodebytes(TENSORS).decode()), "base64"),
+        (tensors_body(serialized_tensors=None), "serialized_tensors"),
+        (tensors_body(serialized_tensors=[base64.b64encode(TENSORS).decode()]), "serialized_tensors"),
+        (tensors_body(load_format="flattened_bucket"), "safetensors"),
+        (tensors_body(pinned=True), "/pin"),
+        (tensors_body(config_dict={"r": "x"}), ""),
+        (tensors_body(config_dict=[]), "config_dict"),
+        (tensors_body(lora_name=""), "lora_name"),
+        (tensors_body(lora_name="base"), "base"),
+        (tensors_body(safetensors_bytes(lora_tensors(LAYOUT, modules_ending(LAYOUT, "q_proj"), 8))), "rank"),
+        (tensors_body(b"\0" * MIB), "limit"),
+        (tensors_body(rid="x" * MAX_BESIDE_BYTES), "beside"),
+        (b'{"serialized_tensors": "AAAA", "serialized_tensors": "AAAA"}', "twice"),
+        (json.dumps(tensors_body()).encode()[:-1], "JSON"),
+        (json.dumps(tensors_body()).encode()[:-9], "whole"),
+        (b"[1]", ""),
+        (b"", ""),
+    ],
+)
+def test_tensors_that_cannot_be_loaded_leave_nothing(memory_store: AdapterStore, body: Any, sentence: str) -> None:
+    sent = body if isinstance(body, bytes) else json.dumps(body).encode()
+    for chunk_bytes in (3, 1 << 20) if len(sent) < 1 << 16 else (1 << 18,):
+        with pytest.raises((AdapterError, ApiError), match=rf"(?i){sentence}"):
+            loaded(memory_store, sent, chunk_bytes)
+    assert not list(memory_store._files.staging.iterdir())

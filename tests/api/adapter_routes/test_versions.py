@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 from collections.abc import Iterator
@@ -292,3 +293,28 @@ def test_ephemeral_versions_answer_and_go_with_the_server(
         refused = put_ephemeral(server, "policy", contents[1])
         assert refused.status_code == 400
         assert "--max-ephemeral-bytes" in refused.json()["error"]["message"]
+
+
+def test_tensors_load_as_an_ephemeral_version(server: Server, contents: list[Path], name: str) -> None:
+    """By SGLang's route, whose body may be as large as an upload."""
+
+    def load(config: Any, tensors: bytes) -> Any:
+        body = {"lora_name": name, "config_dict": config, "serialized_tensors": base64.b64encode(tensors).decode()}
+        return server.post("/load_lora_adapter_from_tensors", json=body)
+
+    durable = put(server, f"{name}-durable", contents[0]).json()["digest"]
+    server.http.delete(f"{server.url}/v1/adapters/{name}-durable")
+    config = json.loads((contents[0] / "adapter_config.json").read_text())
+    for version, content in ((1, contents[0]), (2, contents[1])):
+        config = json.loads((content / "adapter_config.json").read_text())
+        answer = load(config, (content / "adapter_model.safetensors").read_bytes())
+        assert (answer.status_code, answer.json()["success"], answer.json()["version"]) == (200, True, version)
+        assert (answer.json()["digest"] == durable) == (version == 1)
+    spoken = server.post("/v1/completions", json={"model": name, "prompt": "the", **GREEDY})
+    assert spoken.headers["x-multilora-adapter"] == f"{name}@2 sha256:{answer.json()['digest']}"
+    refused = load(config, b"\x80\x05" + b"\0" * (6 << 20))
+    assert refused.status_code == 400
+    assert "safetensors.torch.save" in refused.json()["error"]["message"]
+    gone = server.post("/unload_lora_adapter", json={"lora_name": name}).json()
+    assert gone == {"success": True, "error_message": "", "version": None, "digest": answer.json()["digest"]}
+    assert code_of(server.post("/unload_lora_adapter", json={"lora_name": name})) == (404, "not_found")

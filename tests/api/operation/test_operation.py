@@ -67,6 +67,7 @@ STATUSES: dict[str, tuple[str, str]] = {
     "post /v1/completions": ("200 400 404 413 429 500 503", "401 403"),
     "post /v1/chat/completions/batch": ("200 400 404 413 429 500 503", "401 403"),
     "post /v1/completions/batch": ("200 400 413 429 503", "401 403"),
+    "post /inference/v1/generate": ("200 400 404 413 429 500 503", "401 403"),
     "post /v1/responses": ("200 400 404 413 429 500 503", "401 403"),
     "post /v1/messages": ("200 400 404 413 429 500 503", "401 403"),
     "post /v1/messages/count_tokens": ("200 400 404 413 429 500 503", "401 403"),
@@ -89,6 +90,8 @@ STATUSES: dict[str, tuple[str, str]] = {
     # 403 without keys too: where --lora-path-root is not set, and for paths outside it.
     "post /v1/load_lora_adapter": ("200 400 403 404 409 413 429 500 503 507", "401"),
     "post /v1/unload_lora_adapter": ("200 400 403 404 413 429 500 503 507", "401"),
+    "post /load_lora_adapter_from_tensors": ("200 400 409 413 429 500 503 507", "401 403"),
+    "post /unload_lora_adapter": ("200 400 404 413 429 500 503 507", "401 403"),
     "post /reset_prefix_cache": ("200 400 413 503", "401 403"),
     "post /flush_cache": ("200 400 413 503", "401 403"),
     "get /server_info": ("200 400 503", "401 403"),
@@ -286,8 +289,9 @@ class TestOpenapi:
             "put /v1/adapters/{name}",
             "patch /v1/adapters/{name}",
             "post /v1/adapters/{name}/rollback",
+            "post /load_lora_adapter_from_tensors",
         }
-        assert needs["delete"] == {"delete /v1/adapters/{name}"}
+        assert needs["delete"] == {"delete /v1/adapters/{name}", "post /unload_lora_adapter"}
         assert needs["admin"] == {
             "post /v1/load_lora_adapter",
             "post /v1/unload_lora_adapter",

@@ -1,0 +1,47 @@
+"""SGLang's /load_lora_adapter_from_tensors and /unload_lora_adapter: adapters of trainers, by their tensors."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+
+from adapters.files.name_versions import move
+from service.api.access.preconditions import refuse_conditions
+from service.api.adapter_routes.adapters import remove_adapter, take_upload
+from service.api.openapi import DELETE_ERRORS, UPLOAD_ERRORS
+from service.api.schema.answers import LoraUpdated
+from service.api.schema.query import no_query
+from service.api.schema.requests import LoadTensorsRequest, SglangUnloadRequest
+from service.api.uploads.multipart import UploadQuery
+from service.api.uploads.tensors_json import tensors_json
+
+LOAD_PATH = "/load_lora_adapter_from_tensors"
+router = APIRouter(tags=["SGLang"])
+
+_BODY = {
+    "required": True,
+    "content": {"application/json": {"schema": LoadTensorsRequest.model_json_schema()}},
+}
+
+
+@router.post(
+    LOAD_PATH,
+    dependencies=[no_query],
+    responses=UPLOAD_ERRORS,
+    openapi_extra={"requestBody": _BODY},
+    summary="Load an adapter from its tensors",
+)
+async def load_from_tensors(request: Request) -> LoraUpdated:
+    """The name stands for these tensors in one step, as an ephemeral version; running requests end on the one that they
+    began with."""
+    refuse_conditions(request, "send PUT /v1/adapters/{name}")
+    ephemeral = UploadQuery(probe=False, ephemeral=True, without_tokenizer=False)
+    record, _, _ = await take_upload(request, None, move, ephemeral, tensors_json)
+    return LoraUpdated(success=True, error_message="", version=record.version.number, digest=record.digest)
+
+
+@router.post("/unload_lora_adapter", dependencies=[no_query], responses=DELETE_ERRORS, summary="Delete an adapter")
+async def unload(request: Request, body: SglangUnloadRequest) -> LoraUpdated:
+    """The same as DELETE /v1/adapters/{name}, but for conditions."""
+    refuse_conditions(request, "send DELETE /v1/adapters/{name}")
+    digest = await remove_adapter(request, body.lora_name, move)
+    return LoraUpdated(success=True, error_message="", digest=digest)
