@@ -18,9 +18,12 @@ import openai
 import pytest
 
 from service.api.access.auth import ROUTES, route_of
+from service.server.app import create_app
+from service.settings import load_settings
 from service.tenants.edit import add_key, revoke_key
 from service.tenants.keys_file import SCOPES, Scope
 from tests.api.conftest import BASE, Checkpoints
+from tests.support.http.scripted_server import got
 from tests.support.http.server import Server, running_server, standing_still, wait_for
 from tests.support.http.uploads import MULTIPART, multipart, parts_of
 from tests.support.limits import LIMIT_SECONDS
@@ -728,13 +731,17 @@ class TestKeysFile:
 
 
 class TestOpenPaths:
-    def test_which_paths_need_no_key_follows_the_setting(self, checkpoints: Checkpoints, tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        ("setting", "are_open"), [("/metrics,/version", {"/metrics", "/version"}), ("none", set())]
+    )
+    def test_which_paths_need_no_key_follows_the_setting(
+        self, checkpoints: Checkpoints, tmp_path: Path, setting: str, are_open: set[str]
+    ) -> None:
         paths = ("/docs", "/openapi.json", "/version", "/metrics")
-        for setting, is_open in (("/metrics,/version", {"/metrics", "/version"}), ("none", set())):
-            work_dir = tmp_path / setting.replace("/", "")
-            settings: dict[str, Any] = {"open_paths": setting, "api_keys": "reader"}
-            with running_server(checkpoints.base, work_dir, **settings) as server:
-                for path in paths:
-                    assert (server.get(path).status_code == 200) == (path in is_open)
-                    assert server.get(path, headers=bearer("reader")).status_code == 200
-                assert server.get("/health").status_code == 200
+        settings: dict[str, Any] = {"open_paths": setting, "api_keys": "reader", "store_dir": tmp_path}
+        app = create_app(load_settings(model_dir=checkpoints.base, **settings))
+        for path, answer in zip(paths, got(app, *paths), strict=True):
+            assert answer.status_code == (200 if path in are_open else 401)
+        assert {answer.status_code for answer in got(app, *paths, headers=bearer("reader"))} == {200}
+        assert got(app, "/health")[0].status_code != 401
+        app.state.services.store.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from adapters.files.manifest import Manifest, ModuleRecord
-from adapters.peft.invocation import invocation_start
+from adapters.peft.config import invocation_start
 from service.api.adapter_routes.probe import NUM_TOKENS, prompt_for
 
 

@@ -18,6 +18,7 @@ from service.api.http.h11_bounds import MAX_HEADERS
 from service.server.serve import make_server
 from service.settings import Settings, SettingsError, load_settings
 from tests.api.conftest import BASE, Checkpoints
+from tests.api.http.test_unread import UNREAD, send_and_read_nothing
 from tests.support.http.server import Server, running_server, standing_still, wait_for
 from tests.support.limits import LIMIT_SECONDS
 
@@ -64,6 +65,7 @@ def error_of(answer: bytes) -> dict[str, Any]:
 def hasty(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Waits a second for its clients."""
     settings: dict[str, Any] = {"stall_limit_seconds": 1, "max_connections": MAX_CONNECTIONS, "model_name": BASE}
+    settings |= {"kv_bytes": "32MiB"}  # for all of UNREAD at once
     with running_server(checkpoints.base, tmp_path_factory.mktemp("hasty"), **settings) as running:
         yield running
 
@@ -283,6 +285,17 @@ class TestTime:
             first = connection.recv(1 << 16)
             connection.sendall(GET)
             assert statuses(first + read_all(connection)) == [200, 408]
+
+    def test_a_reader_that_stalls_loses_its_connection(self, hasty: Server) -> None:
+        ended = hasty.metric("http_requests_total", route="/v1/completions")
+        connection = send_and_read_nothing(hasty, {**UNREAD, "stream": True})
+        wait_for(lambda: "its client does not read" in hasty.log, "the connection to be closed")
+        wait_for(lambda: hasty.metric("num_requests_open") == 0, "all places to be free")
+        with closing(connection):
+            assert b"[DONE]" not in read_all(connection)
+        wait_for(
+            lambda: hasty.metric("http_requests_total", route="/v1/completions") == ended + 1, "the request to end"
+        )
 
     def test_a_long_answer_is_no_stall(self, hasty: Server) -> None:
         """Nothing is to be sent while the engine works."""

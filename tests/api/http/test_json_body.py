@@ -39,7 +39,8 @@ from service.api.metrics.metrics import Metrics
 from service.api.schema.requests import DetokenizeRequest
 from service.tenants.tenants import Tenants
 from tests.api.conftest import Checkpoints
-from tests.support.http.server import Server, running_server, wait_for
+from tests.support.http.scripted_server import scripted_server
+from tests.support.http.server import Server, wait_for
 from tests.support.limits import LIMIT_SECONDS
 
 MIB = 1 << 20
@@ -280,7 +281,7 @@ def test_a_third_payer_s_body_gets_in_while_two_others_hold_all_that_they_may(
     """Bodies that never end, of two addresses, and whole ones."""
     settings = {"max_buffered_bytes": 4 * MIB, "max_body_bytes": 2 * MIB, "stall_limit_seconds": 2 * LIMIT_SECONDS}
     with contextlib.ExitStack() as opened:
-        server = opened.enter_context(running_server(checkpoints.base, tmp_path, **settings))
+        server = opened.enter_context(scripted_server(checkpoints.base, tmp_path, **settings))
         address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
 
         def hold(source: str, num_bytes: int) -> None:

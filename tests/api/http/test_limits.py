@@ -16,6 +16,7 @@ from adapters.store.store import AdapterStore
 from service.api.access.namespace import Namespace
 from service.api.adapter_routes.vllm_lora import load_directory
 from service.api.errors import BadRequest
+from service.api.page import PAGE_PATHS
 from service.api.schema.requests import LoadLoraRequest
 from service.models.layouts import layout_in
 from service.server.app import preload
@@ -126,6 +127,15 @@ class TestKeys:
         assert "'/team/lora/openapi.json'" in anyone.get(f"{url}/docs").text
         for path in ("/team/v1/models", "/team/loraxx/health", "/team/lora/team/lora/health"):
             assert anyone.get(f"{strict.url}{path}", headers=reader).status_code == 404
+
+    def test_the_page_s_files_need_no_key_and_what_they_call_does(self, strict: Server, anyone: httpx.Client) -> None:
+        for path in PAGE_PATHS:
+            assert (
+                anyone.get(f"{strict.url}{path}").status_code == anyone.head(f"{strict.url}{path}").status_code == 200
+            )
+        for path in ("/v1/adapters", "/metrics", "/v1/models", "/static/other.js"):
+            assert anyone.get(f"{strict.url}{path}").status_code == 401
+        assert anyone.post(f"{strict.url}/", json={}).status_code == 401
 
     def test_the_head_alone_needs_the_key_that_the_whole_needs(self, strict: Server, anyone: httpx.Client) -> None:
         url = f"{strict.url}/v1/models"
@@ -249,15 +259,6 @@ class TestLimits:
         assert strict.post("/v1/completions/batch", json={"items": items}).status_code == 413
 
 
-def test_a_disk_that_would_be_too_full_answers_507(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    with running_server(checkpoints.base, tmp_path, min_free_disk_bytes=1 << 60) as server:
-        answer = upload(server, "spare", checkpoints.spare)
-        assert answer.status_code == 507
-        assert "disk is too full" in answer.json()["error"]["message"]
-        assert server.get("/v1/adapters").json()["data"] == []
-        assert not [path for path in server.store_dir.rglob("*") if path.name == TENSORS]
-
-
 @pytest.mark.parametrize("where", ["snapshots/0123abcd", "blobs/0"])
 def test_a_snapshot_of_the_hub_s_cache_is_preloaded(checkpoints: Checkpoints, tmp_path: Path, where: str) -> None:
     """The adapter is a link, and its files are links; what leads out of the repository is refused."""
@@ -281,12 +282,14 @@ def test_a_snapshot_of_the_hub_s_cache_is_preloaded(checkpoints: Checkpoints, tm
     store.close()
 
 
-def test_a_full_disk_ends_no_start_of_a_server_that_preloads(checkpoints: Checkpoints, tmp_path: Path) -> None:
+def test_a_full_disk_takes_no_adapter_and_ends_no_start_of_a_server_that_preloads(
+    checkpoints: Checkpoints, tmp_path: Path
+) -> None:
     """Not even where everything is stored already; and it is with the server that one deletes adapters."""
-    with running_server(
-        checkpoints.base, tmp_path, model_name=BASE, preload_adapters_dir=checkpoints.adapters
-    ) as first:
-        assert first.stop() == 0
+    store = AdapterStore(tmp_path / "store", layout_in(checkpoints.base), base_name=BASE)
+    stored: Any = MagicMock(store=store, settings=Settings(preload_adapters_dir=checkpoints.adapters))
+    preload(stored)
+    store.close()
     wanted = tmp_path / "wanted"
     wanted.mkdir()
     for name in ADAPTERS:
@@ -301,6 +304,12 @@ def test_a_full_disk_ends_no_start_of_a_server_that_preloads(checkpoints: Checkp
         for name in ("another", *ADAPTERS):
             assert server.log.count(f"Not preloaded: the adapter '{name}'") == 1
         assert "--min-free-disk-bytes (MULTILORA_MIN_FREE_DISK_BYTES)" in server.log
+        files = {path for path in server.store_dir.rglob("*") if path.name == TENSORS}
+        answer = upload(server, "spare", checkpoints.spare)
+        assert answer.status_code == 507
+        assert "disk is too full" in answer.json()["error"]["message"]
+        assert {one["name"] for one in server.get("/v1/adapters").json()["data"]} == set(ADAPTERS)
+        assert {path for path in server.store_dir.rglob("*") if path.name == TENSORS} == files
 
 
 def raw_exchange(host: str, port: int, head: str, headers: dict[str, str]) -> bytes:

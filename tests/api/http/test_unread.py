@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterator
-from contextlib import closing
-from pathlib import Path
+from contextlib import ExitStack, closing
 from typing import Any
 
 import pytest
 
 from tests.api.conftest import BASE, Checkpoints
 from tests.support.http.server import Server, running_server, wait_for
-from tests.support.limits import LIMIT_SECONDS
 
 NUM_PLACES = 32
 # More than kernels hold for a connection: each token has twenty alternatives.
@@ -39,18 +37,6 @@ def send_and_read_nothing(server: Server, body: dict[str, Any]) -> socket.socket
     return connection
 
 
-def read_all(connection: socket.socket) -> bytes:
-    """What comes until the connection is closed, or reset."""
-    connection.settimeout(LIMIT_SECONDS)
-    read = bytearray()
-    try:
-        while piece := connection.recv(1 << 16):
-            read += piece
-    except ConnectionResetError:
-        pass
-    return bytes(read)
-
-
 @pytest.fixture(scope="module")
 def patient(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Waits long for those who do not read."""
@@ -66,40 +52,25 @@ def num_ended(server: Server) -> float:
     return server.metric("requests_total", outcome="length")
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_answers_that_nobody_reads_take_no_places_when_the_engine_is_done(patient: Server, stream: bool) -> None:
+def test_answers_that_nobody_reads_take_no_places_when_the_engine_is_done_and_are_whole(patient: Server) -> None:
+    """A stream and an answer in one piece."""
     ended = num_ended(patient)
-    connections = [send_and_read_nothing(patient, {**UNREAD, "stream": stream}) for _ in range(2)]
-    wait_for(lambda: num_ended(patient) == ended + NUM_PLACES, "the engine to be done with both")
-    wait_for(lambda: patient.metric("num_requests_open") == 0, "their places to be free")
-    everything = {"model": BASE, "prompt": ["the"] * 2, "n": 16, "max_tokens": 1}
-    assert patient.post("/v1/completions", json=everything).status_code == 200
-    for connection in connections:
-        with closing(connection):
-            connection.shutdown(socket.SHUT_RD)
-
-
-def test_a_stream_that_is_read_late_is_whole(patient: Server) -> None:
-    ended = num_ended(patient)
-    with closing(send_and_read_nothing(patient, {**UNREAD, "stream": True})) as connection:
-        wait_for(lambda: num_ended(patient) == ended + 16, "the engine to be done with it")
-        wait_for(lambda: patient.metric("num_requests_open") == 0, "its places to be free")
+    with ExitStack() as opened:
+        stream, whole = (
+            opened.enter_context(closing(send_and_read_nothing(patient, {**UNREAD, "stream": streams})))
+            for streams in (True, False)
+        )
+        wait_for(lambda: num_ended(patient) == ended + NUM_PLACES, "the engine to be done with both")
+        wait_for(lambda: patient.metric("num_requests_open") == 0, "their places to be free")
+        everything = {"model": BASE, "prompt": ["the"] * 2, "n": 16, "max_tokens": 1}
+        assert patient.post("/v1/completions", json=everything).status_code == 200
+        whole.shutdown(socket.SHUT_RD)
         answer = bytearray()
         while b"data: [DONE]" not in answer:
-            answer += connection.recv(1 << 16)
+            answer += stream.recv(1 << 16)
     events = [line.partition(b"data: ")[2] for line in bytes(answer).split(b"\n") if line.startswith(b"data: {")]
     choices = [json.loads(event)["choices"][0] for event in events]
     for index in range(16):
         mine = [choice for choice in choices if choice["index"] == index]
         assert sum(len(choice["logprobs"]["tokens"]) for choice in mine) == 300
         assert [choice["finish_reason"] for choice in mine if choice["finish_reason"]] == ["length"]
-
-
-def test_a_reader_that_stalls_loses_its_connection(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    with running_server(checkpoints.base, tmp_path, model_name=BASE, stall_limit_seconds=1, kv_bytes="32MiB") as server:
-        connection = send_and_read_nothing(server, {**UNREAD, "stream": True})
-        wait_for(lambda: "its client does not read" in server.log, "the connection to be closed")
-        wait_for(lambda: server.metric("num_requests_open") == 0, "all places to be free")
-        with closing(connection):
-            assert b"[DONE]" not in read_all(connection)
-        wait_for(lambda: server.metric("http_requests_total", route="/v1/completions") == 1, "the request to end")

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import http.client
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from service.api import page
+from service.server.app import create_app
+from service.settings import load_settings
 from tests.api.conftest import Checkpoints
-from tests.support.http.server import Server, running_server
+from tests.support.http.scripted_server import got
+from tests.support.http.server import Server
 from tests.support.limits import LIMIT_SECONDS
 
 FILES = sorted((Path(page.__file__).parent / "static").iterdir())
-KEYS = {"api_keys": "reader", "admin_api_keys": "admin"}
-
-
-@pytest.fixture(scope="module")
-def with_keys(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with running_server(checkpoints.base, tmp_path_factory.mktemp("keys"), **KEYS) as running:
-        yield running
 
 
 @pytest.mark.parametrize("path", sorted(page.PAGE_PATHS))
@@ -112,17 +107,11 @@ def test_the_schema_speaks_of_the_api_alone(server: Server) -> None:
     assert page.PAGE_PATHS.isdisjoint(server.get("/openapi.json").json()["paths"])
 
 
-def test_the_files_need_no_key_and_calls_do(with_keys: Server) -> None:
-    for path in page.PAGE_PATHS:
-        assert with_keys.get(path).status_code == with_keys.http.head(f"{with_keys.url}{path}").status_code == 200
-    for path in ("/v1/adapters", "/metrics", "/v1/models", "/static/other.js"):
-        assert with_keys.get(path).status_code == 401
-    assert with_keys.post("/", json={}).status_code == 401
-
-
 def test_a_setting_turns_it_off(checkpoints: Checkpoints, tmp_path: Path) -> None:
-    with running_server(checkpoints.base, tmp_path, page="false") as server:
-        for path in page.PAGE_PATHS:
-            answer = server.get(path)
-            assert (answer.status_code, "There is no GET" in answer.json()["error"]["message"]) == (404, True)
-        assert server.get("/version").status_code == 200
+    app = create_app(load_settings(model_dir=checkpoints.base, store_dir=tmp_path, page=False))
+    *files, version = got(app, *page.PAGE_PATHS, "/version")
+    app.state.services.store.close()
+    assert len(files) > 1
+    for answer in files:
+        assert (answer.status_code, "There is no GET" in answer.json()["error"]["message"]) == (404, True)
+    assert version.status_code == 200

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +25,7 @@ import pytest
 
 from service.api.adapter_routes.adapters import require_open_store
 from service.api.errors import NotReady
+from service.cli.main import main
 from service.server.app import create_app
 from service.server.serve import listen, make_server, serve
 from service.settings import Settings
@@ -97,10 +98,25 @@ print(sorted({{name.split(".")[0] for name in sys.modules}} & {{"torch", "numpy"
 
 
 class TestRefusalToStart:
+    """What is found out before the engine's process starts is tried in this one."""
+
     def serve(self, *flags: str, prelude: str = "") -> subprocess.CompletedProcess[str]:
         return run_python(
             f"{prelude}\nimport sys\nfrom service.cli.main import main\nsys.exit(main(['serve', *{list(flags)!r}]))"
         )
+
+    @pytest.fixture
+    def refused(self, capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+        """The last line of a start with these flags, which ends with code 1 and without a traceback."""
+
+        def serve(*flags: str) -> str:
+            capfd.readouterr()
+            assert main(["serve", "--port=0", *flags]) == 1
+            err = capfd.readouterr().err
+            assert "Traceback" not in err
+            return err.splitlines()[-1]
+
+        return serve
 
     @pytest.mark.parametrize(
         ("flags", "words"),
@@ -112,20 +128,19 @@ class TestRefusalToStart:
             (["--api-keys=a\x07"], "printable"),
         ],
     )
-    def test_wrong_settings_are_one_sentence(self, flags: list[str], words: str, tmp_path: Path) -> None:
-        done = self.serve("--port=0", f"--store-dir={tmp_path}", *flags)
-        assert done.returncode == 1
-        assert done.stderr.startswith("multilora: ")
-        assert words in done.stderr
-        assert "Traceback" not in done.stderr
+    def test_wrong_settings_are_one_sentence(
+        self, refused: Callable[..., str], flags: list[str], words: str, tmp_path: Path
+    ) -> None:
+        line = refused(f"--store-dir={tmp_path}", *flags)
+        assert line.startswith("multilora: ")
+        assert words in line
 
-    def test_an_unknown_model_type_is_named(self, checkpoints: Checkpoints, tmp_path: Path) -> None:
+    def test_an_unknown_model_type_is_named(
+        self, refused: Callable[..., str], checkpoints: Checkpoints, tmp_path: Path
+    ) -> None:
         config = json.loads((checkpoints.base / "config.json").read_text())
         (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "mamba9"}))
-        done = self.serve("--port=0", f"--model-dir={tmp_path}", f"--store-dir={tmp_path}")
-        assert done.returncode == 1
-        assert "mamba9" in done.stderr
-        assert "Traceback" not in done.stderr
+        assert "mamba9" in refused(f"--model-dir={tmp_path}", f"--store-dir={tmp_path}")
 
     def test_a_missing_tensor_is_named(self, checkpoints: Checkpoints, tmp_path: Path) -> None:
         from safetensors.numpy import load_file, save_file
@@ -154,14 +169,14 @@ class TestRefusalToStart:
         assert words in done.stderr.splitlines()[-1]
         assert "Traceback" not in done.stderr
 
-    def test_a_store_that_cannot_be_opened_is_named(self, checkpoints: Checkpoints, tmp_path: Path) -> None:
+    def test_a_store_that_cannot_be_opened_is_named(
+        self, refused: Callable[..., str], checkpoints: Checkpoints, tmp_path: Path
+    ) -> None:
         (tmp_path / "file").write_text("")
         for store in ("file", "file/below"):
-            done = self.serve("--port=0", f"--model-dir={checkpoints.base}", f"--store-dir={tmp_path / store}")
-            assert done.returncode == 1
-            assert done.stderr.splitlines()[-1].startswith(f"multilora: The adapter store {tmp_path / store} cannot")
-            assert "--store-dir" in done.stderr
-            assert "Traceback" not in done.stderr
+            line = refused(f"--model-dir={checkpoints.base}", f"--store-dir={tmp_path / store}")
+            assert line.startswith(f"multilora: The adapter store {tmp_path / store} cannot")
+            assert "--store-dir" in line
 
     def test_a_file_of_the_model_that_cannot_be_read_is_named(
         self, checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
@@ -173,13 +188,14 @@ class TestRefusalToStart:
         assert serve(["--port=0", f"--model-dir={checkpoints.base}", f"--store-dir={tmp_path}"]) == 1
         assert "multilora: /models/base/config.json cannot be used: Permission denied." in capsys.readouterr().err
 
-    def test_a_chat_template_that_is_not_utf_8_is_named(self, checkpoints: Checkpoints, tmp_path: Path) -> None:
+    def test_a_chat_template_that_is_not_utf_8_is_named(
+        self, refused: Callable[..., str], checkpoints: Checkpoints, tmp_path: Path
+    ) -> None:
         for source in checkpoints.base.iterdir():
             (tmp_path / source.name).write_bytes(source.read_bytes())
         (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe{{ messages }}")
-        done = self.serve("--port=0", f"--model-dir={tmp_path}", f"--store-dir={tmp_path / 'store'}")
-        assert (done.returncode, "Traceback" in done.stderr) == (1, False)
-        assert done.stderr.splitlines()[-1].startswith("multilora: chat_template.jinja of the model is not UTF-8")
+        line = refused(f"--model-dir={tmp_path}", f"--store-dir={tmp_path / 'store'}")
+        assert line.startswith("multilora: chat_template.jinja of the model is not UTF-8")
 
     def test_an_adapter_of_the_base_s_new_name_is_named(self, checkpoints: Checkpoints, tmp_path: Path) -> None:
         """It was stored while the base had another name; requests could not reach it now."""
@@ -209,14 +225,11 @@ class TestRefusalToStart:
         assert "pip uninstall kernels" in done.stderr
 
     def test_a_taken_port_and_a_taken_store_are_named(
-        self, server: Server, checkpoints: Checkpoints, tmp_path: Path
+        self, refused: Callable[..., str], server: Server, checkpoints: Checkpoints, tmp_path: Path
     ) -> None:
-        port = server.url.rsplit(":", 1)[1]
-        done = self.serve(f"--port={port}", f"--model-dir={checkpoints.base}", f"--store-dir={tmp_path}")
-        assert (done.returncode, f"port {port}" in done.stderr) == (1, True)
-        done = self.serve("--port=0", f"--model-dir={checkpoints.base}", f"--store-dir={server.store_dir}")
-        assert done.returncode == 1
-        assert done.stderr.splitlines()[-1].startswith("multilora: ")
+        port, model = server.url.rsplit(":", 1)[1], f"--model-dir={checkpoints.base}"
+        assert f"port {port}" in refused(f"--port={port}", model, f"--store-dir={tmp_path}")
+        assert refused(model, f"--store-dir={server.store_dir}").startswith("multilora: ")
 
 
 @pytest.fixture(scope="module")
@@ -457,10 +470,14 @@ class TestSigterm:
         assert server.should_exit
         app.state.services.store.close()
 
-    def test_an_upload_on_its_way_is_taken(self, checkpoints: Checkpoints, tmp_path: Path) -> None:
+    def test_what_is_on_its_way_finishes_and_the_rest_is_refused(
+        self, checkpoints: Checkpoints, tmp_path: Path
+    ) -> None:
+        """An upload and a stream."""
         parts = [(f'name="{part}"', content) for part, (_, content) in parts_of(checkpoints.spare).items()]
         body = multipart([('name="name"', b"late"), *parts])
-        server = start_server(checkpoints.base, tmp_path, shutdown_limit_seconds=300, model_name=BASE)
+        settings: dict[str, Any] = {"model_name": BASE, "preload_adapters_dir": checkpoints.adapters}
+        server = start_server(checkpoints.base, tmp_path, shutdown_limit_seconds=300, **settings)
         on_its_way, draining = threading.Event(), threading.Event()
 
         def chunks() -> Iterator[bytes]:
@@ -478,21 +495,6 @@ class TestSigterm:
             thread.start()
             assert on_its_way.wait(LIMIT_SECONDS)
             wait_for(lambda: list((tmp_path / "store").glob("*/staging/*")), "the upload to begin")
-            server.process.send_signal(signal.SIGTERM)
-            wait_for(lambda: server.get("/health").json()["engine"] == "down", "the engine to have nothing to do")
-            draining.set()
-            thread.join(LIMIT_SECONDS)
-            assert answers[0].status_code == 201, answers[0].text
-            assert server.process.wait(LIMIT_SECONDS) == 0
-        finally:
-            draining.set()
-            server.process.kill()
-            thread.join(LIMIT_SECONDS)
-
-    def test_running_requests_finish_and_the_rest_is_refused(self, checkpoints: Checkpoints, tmp_path: Path) -> None:
-        settings: dict[str, Any] = {"model_name": BASE, "preload_adapters_dir": checkpoints.adapters}
-        server = start_server(checkpoints.base, tmp_path, shutdown_limit_seconds=300, **settings)
-        try:
             client = openai.OpenAI(base_url=server.openai_url, api_key="unused", max_retries=0, timeout=LIMIT_SECONDS)
             stream = client.completions.create(
                 model="alpha", prompt="the", max_tokens=200, stream=True, extra_body={"ignore_eos": True}
@@ -504,15 +506,20 @@ class TestSigterm:
                 refused = server.post("/v1/completions", json=SHORT)
                 assert (refused.status_code, "shutting down" in refused.text) == (503, True)
                 assert refused.headers["Retry-After"]
-            last = list(stream)[-1]
-            assert last.choices[0].finish_reason == "length"
+            assert list(stream)[-1].choices[0].finish_reason == "length"
+            wait_for(lambda: server.get("/health").json()["engine"] == "down", "the engine to have nothing to do")
+            draining.set()
+            thread.join(LIMIT_SECONDS)
+            assert answers[0].status_code == 201, answers[0].text
             assert server.process.wait(LIMIT_SECONDS) == 0
         finally:
+            draining.set()
             server.process.kill()
+            thread.join(LIMIT_SECONDS)
         again = start_server(checkpoints.base, tmp_path, model_name=BASE, wait=False)
         try:
             with still_loading(again):
-                assert {card["id"] for card in again.get("/v1/models").json()["data"]} == {BASE, *ADAPTERS}
+                assert {card["id"] for card in again.get("/v1/models").json()["data"]} == {BASE, *ADAPTERS, "late"}
                 assert again.get("/ready").status_code == 503
                 assert again.get("/health").status_code == 200
             assert again.stop() == 0

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pydantic
 import pytest
 
 from service.server.app import build_routes, create_app
 from service.settings import load_settings
 from tests.api.conftest import Checkpoints
+from tests.support.http.scripted_server import got
 
 # One of a router, one past all of them, and one with a query that is a model.
 PATHS = ("/version", "/nowhere", "/v1/adapters?limit=3")
@@ -33,10 +32,6 @@ def test_built_routes_are_built_no_more(
     assert len(built) > 100
     built.clear()
 
-    async def ask() -> list[int]:
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
-            return [(await client.get(path)).status_code for path in PATHS]
-
-    assert asyncio.run(ask()) == [200, 404, 200]
+    assert [answer.status_code for answer in got(app, *PATHS)] == [200, 404, 200]
     assert not built
     app.state.services.store.close()

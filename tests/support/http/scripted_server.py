@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import transformers
+from fastapi import FastAPI
 
 from service.engine.ipc.client import EngineClient
 from service.engine.ipc.config import EngineOptions
@@ -88,6 +90,16 @@ class ScriptedServer:
 
     def says(self, *texts: str) -> None:
         self.engine.texts = list(texts)
+
+
+def got(app: FastAPI, *paths: str, **options: Any) -> list[httpx.Response]:
+    """The application's answers to a GET of each path, without a socket and without an engine."""
+
+    async def get() -> list[httpx.Response]:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x", **options) as client:
+            return [await client.get(path) for path in paths]
+
+    return asyncio.run(get())
 
 
 def make_text_model(base: Path, directory: Path, chat_template: str, special_tokens: tuple[str, ...] = ()) -> Path:
