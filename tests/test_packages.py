@@ -194,7 +194,7 @@ LAYERS: dict[str, dict[str, str]] = {
         "state": "engine_protocol errors metrics page_cache queue_limits schema store_health uploads",
         "access": "errors http_rules page state",
         "admission": "access errors http queue_limits schema state threads",
-        "openapi": "access schema",
+        "openapi": "access schema threads",
         "generation": "admission errors http metrics queue_limits schema state threads",
         "entry": "access errors generation http http_rules metrics schema",
         "adapter_routes": "access admission entry errors openapi page_cache schema state threads uploads",

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from adapters.errors import Malformed, Unsupported
 from adapters.files.safetensors_header import parse_json_object
-from adapters.peft.invocation import MAX_INVOCATION_TOKENS
 
 MAX_CONFIG_BYTES = 1 << 20
+MAX_INVOCATION_TOKENS = 1024
 MAX_RANK = 1 << 16
 MAX_PATTERNS = 4096
 MAX_LAYERS_PATTERNS = 16  # each is looked for in each module's path
@@ -302,3 +304,18 @@ def _layers_pattern(value: Any) -> tuple[str, ...]:
     if not all(name.replace("_", "").isalnum() for name in names):
         raise Unsupported("adapter_config.json: layers_pattern must be plain names such as 'layers'.")
     return names
+
+
+def invocation_start(token_ids: Sequence[int], invocation: Sequence[int]) -> int | None:
+    """The start of an activated LoRA (Greenewald et al., 2025): index in `token_ids` at which the last whole occurrence
+    of `invocation` begins; None without one, and then the base alone answers. All tokens from there on use the
+    adapter, as in PEFT."""
+    assert invocation, "an empty invocation is nowhere"
+    text, wanted = array("q", token_ids), array("q", invocation).tobytes()
+    size, end = text.itemsize, len(text) * text.itemsize
+    held = text.tobytes()
+    while (at := held.rfind(wanted, 0, end)) >= 0:
+        if at % size == 0:
+            return at // size
+        end = at + len(wanted) - 1  # across the bytes of two tokens
+    return None

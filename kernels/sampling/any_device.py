@@ -16,7 +16,6 @@ from torch.nn import functional
 
 from kernels.contract import Contract
 from kernels.platform import in_use
-from kernels.sampling.common import edit, model_logprobs, rows_to_sample
 from kernels.sampling.maps import SamplingMaps
 from kernels.sampling.penalty_state import DenseState, PenaltyState
 from kernels.sampling.results import Sampled, pack
@@ -24,6 +23,40 @@ from kernels.sampling.results import Sampled, pack
 CONTRACT = Contract(replayable=True)
 _BLOCK = 128
 _MAX_PARTS = 32
+
+
+def model_logprobs(logits: torch.Tensor, maps: SamplingMaps) -> torch.Tensor | None:
+    """float32 [num_given + num_chosen, vocab]: log probabilities of the model's own distribution; None if not wanted.
+
+    logits  as the model made them
+    """
+    rows = [maps.given] if maps.facts.num_given else []
+    if maps.facts.num_chosen:
+        rows.append(maps.rows.index_select(0, maps.chosen))
+    return logits.index_select(0, torch.cat(rows)).float().log_softmax(dim=-1) if rows else None
+
+
+def rows_to_sample(logits: torch.Tensor, maps: SamplingMaps) -> torch.Tensor:
+    """[num_rows, vocab]: the logits themselves where they are in order already; float32 but where all that is left to
+    do is to find the largest of each row."""
+    facts = maps.facts
+    rows = logits[: facts.num_rows] if facts.is_in_order else logits.index_select(0, maps.rows)
+    return rows if facts.is_largest_only else rows.float().contiguous()
+
+
+def edit(logits: torch.Tensor, maps: SamplingMaps) -> None:
+    """Add biases and bar tokens, in place.
+
+    logits  float32 [num_rows, vocab], contiguous where there is anything to do
+    """
+    facts = maps.facts
+    if not facts.num_biased and not facts.num_barred:
+        return
+    flat = logits.view(-1)
+    if facts.num_biased:
+        flat.index_copy_(0, maps.biased, flat.index_select(0, maps.biased) + maps.bias)
+    if facts.num_barred:
+        flat.index_copy_(0, maps.barred, torch.full_like(maps.barred, -torch.inf, dtype=torch.float32))
 
 
 def new_state(num_slots: int, vocab: int, device: torch.device) -> PenaltyState:

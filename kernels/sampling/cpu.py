@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from kernels.contract import Contract
-from kernels.sampling.common import edit, model_logprobs, rows_to_sample
+from kernels.sampling.any_device import edit, model_logprobs, rows_to_sample
 from kernels.sampling.maps import SamplingMaps
 from kernels.sampling.penalty_state import PenaltyState, SparseState
 from kernels.sampling.results import Sampled, pack

@@ -18,7 +18,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels import triton_launch
 from kernels.contract import Contract
 from kernels.sampling import any_device
-from kernels.sampling.common import rows_to_sample
+from kernels.sampling.any_device import rows_to_sample
 from kernels.sampling.maps import SamplingMaps
 from kernels.sampling.penalty_state import PenaltyState
 from kernels.sampling.results import Sampled

@@ -13,10 +13,10 @@ import ray
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
+from service.api.store_health import DiskWatch
 from service.engine.ipc.client import EngineClient
 from service.logs import LOGGER, configure
 from service.ray_serve import members
-from service.ray_serve.disks import DiskWatch
 from service.ray_serve.relay import Relay
 from service.ray_serve.remote import Address, RemoteEngines
 from service.server.gc_tuning import prepare

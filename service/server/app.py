@@ -30,6 +30,7 @@ from service.api.entry.error_handlers import add_error_handlers
 from service.api.entry.middleware import BodyRule, EntryMiddleware
 from service.api.http.json_body import ALWAYS_BYTES, BodyBudget
 from service.api.metrics.metrics import Metrics
+from service.api.openapi import serve_openapi
 from service.api.routes import (
     batch,
     chat,
@@ -43,7 +44,6 @@ from service.api.routes import (
     responses,
     tokenize,
 )
-from service.api.routes.openapi_route import serve_openapi
 from service.api.state import Services
 from service.api.uploads.tensors_json import MAX_BESIDE_BYTES
 from service.cluster.engines import Engines

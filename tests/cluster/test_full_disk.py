@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from adapters.files.store_faults import write_fault
+from service.api.store_health import DiskWatch
 from service.engine.ipc.client import EngineClient
-from service.ray_serve.disks import DiskWatch
 from service.ray_serve.relay import Relay
 from service.ray_serve.remote import Address, RemoteEngines
 from tests.support.engine.engine_process import request, running_client, small_config, soon, until

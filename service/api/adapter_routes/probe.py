@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from adapters.errors import Malformed
 from adapters.files.manifest import Manifest
-from adapters.peft.invocation import invocation_start
+from adapters.peft.config import invocation_start
 from service.api.admission.pipeline import reserve
 from service.api.errors import BadRequest, NotReady
 from service.api.state import Services

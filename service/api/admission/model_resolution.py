@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from adapters import errors as store_errors
-from adapters.peft.invocation import invocation_start
+from adapters.peft.config import invocation_start
 from adapters.store.store import Lease
 from service.api.access.namespace import Namespace
 from service.api.errors import BadRequest, UnknownModel, quoted

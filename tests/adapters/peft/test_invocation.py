@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from adapters.peft.invocation import invocation_start
+from adapters.peft.config import invocation_start
 
 
 def test_the_last_whole_occurrence_counts() -> None:

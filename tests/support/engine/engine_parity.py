@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from peft import PeftModel
 
-from adapters.peft.invocation import invocation_start
+from adapters.peft.config import invocation_start
 from adapters.row_plan import plan_rows
 from adapters.store.store import AdapterStore
 from kernels.sampling.scored_token import ScoredToken
