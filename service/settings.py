@@ -87,6 +87,11 @@ class Settings(BaseSettings):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="dtype of the base's computation; auto: the checkpoint's, but float32 for float16 on a CPU"
     )
+    weights: Literal["auto", "bf16", "fp8", "int8", "nf4"] = Field(
+        "auto",
+        description="how the base's layers are held; auto: as the checkpoint has them; bf16: dequantised; others: "
+        "quantised while they load, which the same directory and adapters serve. Embeddings, head and experts stay",
+    )
     device: str = Field(
         "auto",
         description="cpu, cuda or npu, with an index if need be (cuda:1); auto: an NPU if there is one, else a GPU, "
@@ -386,6 +391,7 @@ class Settings(BaseSettings):
                 model_dir=str(self.model_dir.absolute()),
                 store_root=str(self.store_root),
                 dtype=self.dtype,
+                weights=self.weights,
                 device=self.device,
                 token_budget=self.token_budget,
                 max_sequences=self.max_sequences,

@@ -27,6 +27,8 @@ class PackedWeight:
     bias    [out_features] or None
     dtype   dtype of the weight that was packed: inputs and outputs of `linear` have it
     nbytes  memory held, without rows behind the weight
+    holds_codes
+            of a quantised weight: it is held as such
     behind  the weight with such rows, if it has any
     """
 
@@ -38,6 +40,7 @@ class PackedWeight:
     implementation: str
     nbytes: int
     behind: RowsBehind | None = None
+    holds_codes: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,9 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
+from torch.nn import functional
 
+# Values of NF4's codes, as bitsandbytes has them: quantiles of the normal distribution.
+NF4 = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
+    *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
+    *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+NF4_BLOCK = 64
+# The largest values of codes in 8 bits.
+_MOST = {"fp8": 448.0, "int8": 127.0}
 # Values that are computed in float32 at a time.
 _ELEMENTS_AT_ONCE = 1 << 24
 
@@ -74,6 +85,37 @@ def _code_values(weight: Quantised, rows: slice) -> torch.Tensor:
         return codes.float()
     nibbles = torch.stack((codes & 15, codes >> 4), dim=-1).view(codes.shape[0], -1)
     return nibbles.float() if weight.table is None else weight.table[nibbles.long()]
+
+
+def quantise(weight: torch.Tensor, kind: Literal["fp8", "int8", "nf4"]) -> Quantised:
+    """A weight [out, in] in codes, on its device: fp8 (e4m3) and int8 with a scale for each output, nf4 in blocks of 64
+    as bitsandbytes has them. Of nf4, the number of inputs must be even."""
+    if kind == "nf4":
+        return _nf4(weight)
+    absmax = weight.abs().amax(1, keepdim=True).float()
+    scales = torch.where(absmax > 0, absmax / _MOST[kind], 1.0)
+    codes = torch.empty_like(weight, dtype=torch.int8 if kind == "int8" else torch.float8_e4m3fn)
+    num_rows = max(1, _ELEMENTS_AT_ONCE // weight.shape[1])
+    for first in range(0, weight.shape[0], num_rows):
+        rows = slice(first, first + num_rows)
+        values = (weight[rows].float() / scales[rows]).clamp_(-_MOST[kind], _MOST[kind])
+        codes[rows] = values.round_().to(torch.int8) if kind == "int8" else values.to(torch.float8_e4m3fn)
+    return Quantised(codes, scales, None, None, weight.shape[1], None)
+
+
+def _nf4(weight: torch.Tensor) -> Quantised:
+    table = torch.tensor(NF4, device=weight.device)
+    flat = weight.reshape(-1)
+    packed, absmax = [], []
+    for part in flat.split(_ELEMENTS_AT_ONCE):
+        blocks = functional.pad(part.float(), (0, -part.numel() % NF4_BLOCK)).view(-1, NF4_BLOCK)
+        most = blocks.abs().amax(1)
+        scaled = blocks * (1.0 / most.clamp(min=1e-38))[:, None]
+        codes = torch.bucketize(scaled, (table[1:] + table[:-1]) / 2, out_int32=True).to(torch.uint8)
+        packed.append(pack_nibbles(codes).view(-1)[: part.numel() // 2])
+        absmax.append(most)
+    codes = torch.cat(packed).view(weight.shape[0], weight.shape[1] // 2)
+    return in_flat_blocks(codes, torch.cat(absmax), table, NF4_BLOCK)
 
 
 def joined(weights: Sequence[Quantised]) -> Quantised | None:

@@ -17,7 +17,7 @@ from service.models.errors import ModelError
 from service.models.families import model_spec
 from service.models.heap import trim_heap
 from service.models.layers.decoder import Decoder
-from service.models.layers.weights import Weights
+from service.models.layers.weights import Weights, WeightsKind
 from service.models.layouts import layout_in
 from service.models.spec.config_json import read_config
 from service.models.spec.model_spec import ModelSpec
@@ -44,11 +44,17 @@ class LoadedModel:
 
 
 def load_model(
-    model_dir: Path, *, dtype: str = "auto", device: str = "cpu", open_tensors: OpenTensors = open_checkpoint
+    model_dir: Path,
+    *,
+    dtype: str = "auto",
+    weights: WeightsKind = "auto",
+    device: str = "cpu",
+    open_tensors: OpenTensors = open_checkpoint,
 ) -> LoadedModel:
     """Load the checkpoint in `model_dir`. Raises ModelError with one sentence that names what is wrong with it.
 
     dtype         "float32", "bfloat16", "float16", or "auto": the checkpoint's, but float32 for a float16 one on a CPU
+    weights       of layers: "auto": as the checkpoint has them; "bf16": in the model's dtype; else quantised so
     open_tensors  gives the tensors; config.json is read from `model_dir` in any case
     """
     started = time.monotonic()
@@ -58,8 +64,8 @@ def load_model(
         compute_dtype, reason = choose_dtype(dtype, device, spec, checkpoint)
         found = compare(spec, checkpoint)
         _refuse(found.faults)
-        weights = Weights(checkpoint, spec, layout, compute_dtype, torch.device(device))
-        model = Decoder(weights, spec)
+        loading = Weights(checkpoint, spec, layout, compute_dtype, torch.device(device), weights)
+        model = Decoder(loading, spec)
     trim_heap()
     log.info("computing in %s, %s", str(compute_dtype).removeprefix("torch."), reason)
     if found.not_served:
@@ -68,8 +74,13 @@ def load_model(
     if found.warning is not None:
         log.warning("%s", found.warning)
     seconds = time.monotonic() - started
-    log.info("loaded %s: %.1f MiB of weights in %.2f s", spec.model_type, weights.num_bytes / 2**20, seconds)
-    return LoadedModel(model, spec, layout, compute_dtype, torch.device(device), weights.num_bytes)
+    log.info("loaded %s: %.1f MiB of weights in %.2f s", spec.model_type, loading.num_bytes / 2**20, seconds)
+    if loading.num_codes:
+        held = f"{loading.num_held_codes} in their codes"
+        rest = loading.num_codes - loading.num_held_codes
+        why = f", {rest} dequantised, since this device has no kernel for their codes" if rest else ""
+        log.info("quantised weights: %s%s", held, why)
+    return LoadedModel(model, spec, layout, compute_dtype, torch.device(device), loading.num_bytes)
 
 
 def choose_dtype(wanted: str, device: str, spec: ModelSpec, checkpoint: TensorSource) -> tuple[torch.dtype, str]:

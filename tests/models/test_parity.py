@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from service.models.layers.weights import WeightsKind
 from service.models.loader import LoadedModel, load_model
 from tests.support.engine.hand_steps import HandDriver
 from tests.support.models.tiny_models import FAMILIES, VOCAB_SIZE, load_oracle, make_tiny_model, make_wrongly_tied_model
@@ -29,13 +30,18 @@ def oracle_logits(model_dir: Path, prompts: list[list[int]], dtype: torch.dtype)
 
 
 def assert_parity(
-    model_dir: Path, device: str, dtype: torch.dtype = torch.float32, *, family: str | None = None
+    model_dir: Path,
+    device: str,
+    dtype: torch.dtype = torch.float32,
+    *,
+    family: str | None = None,
+    weights: WeightsKind = "auto",
 ) -> None:
     """All tokens of prompts of several lengths, run as one step, against each prompt alone in transformers.
 
     family  whose tolerances hold; None: the model_type's
     """
-    loaded = load_model(model_dir, dtype=str(dtype).removeprefix("torch."), device=device)
+    loaded = load_model(model_dir, dtype=str(dtype).removeprefix("torch."), weights=weights, device=device)
     prompts = [prompt(length) for length in LENGTHS]
     driver = HandDriver(loaded)
     logits = driver.step([(driver.sequence(), tokens) for tokens in prompts], all_logits=True)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from kernels.linear.quantised import Quantised, dequantise, quantise
 from service.models.checkpoint.checkpoint import open_checkpoint
 from service.models.checkpoint.tensors import compare
 from service.models.errors import ModelError
@@ -20,9 +21,10 @@ from service.models.loader import load_model
 from service.models.spec.config_json import read_config
 from tests.models.test_parity import assert_parity
 from tests.support.engine.engine_parity import Oracle, answers_of, assert_greedy, make_requests, make_world
-from tests.support.models.quantised_models import FORMATS, make_quantised
+from tests.support.models.quantised_models import FORMATS, ONLINE, make_quantised, make_quantised_online
 from tests.support.models.tiny_models import DEQUANTISED, LINEAR_MODULES
 
+FIXTURE = Path(__file__).with_name("quantised_fixture.safetensors")
 Q_PROJ = "model.layers.1.self_attn.q_proj"
 # Formats with further families: 8 bits, groups with zeros, another order of the inputs, blocks across rows.
 OTHERS = ("qwen3", "gemma3_text", "lfm2", "qwen3_5_text", "qwen3_moe", "phi3")
@@ -53,6 +55,58 @@ def test_dequantised_weights_are_the_formats_own(case: str, tmp_path: Path) -> N
     assert_parity(model_dir, "cpu")
 
 
+ONLINE_CASES = [f"{family}-{kind}" for family in ("llama", *OTHERS) for kind in ONLINE]
+
+
+@pytest.mark.parametrize("case", marked(ONLINE_CASES, {case for case in ONLINE_CASES if not case.startswith("llama-")}))
+def test_weights_quantised_while_they_load(case: str, tmp_path: Path) -> None:
+    """As transformers computes with the weights that codes stand for; of the same directory, so the same adapters."""
+    family, _, kind = case.partition("-")
+    assert_parity(make_quantised_online(kind, family, tmp_path), "cpu", weights=kind)
+
+
+def test_a_quantised_checkpoint_may_be_held_in_floats(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model_dir = make_quantised("awq", "llama", tmp_path)
+    with caplog.at_level("INFO"):
+        assert_parity(model_dir, "cpu", weights="bf16")
+    assert "quantised weights" not in caplog.text
+
+
+def test_nf4_has_the_bits_of_bitsandbytes() -> None:
+    """Of a file that `scripts/quantised_fixture.py` wrote with bitsandbytes."""
+    fixture = load_file(FIXTURE)
+    for name in ("flat", "straddling"):
+        weight = quantise(fixture[f"{name}.weight"], "nf4")
+        for dtype in (torch.float32, torch.bfloat16):
+            assert torch.equal(dequantise(weight, dtype), fixture[f"{name}.{dtype}"])
+
+
+TOOLS: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
+    "flat": (FORMATS["nf4"][1], (6, 128)),
+    "flat.nested": (FORMATS["nf4"][1], (6, 128)),
+    "straddling": (FORMATS["nf4"][1], (10, 40)),
+    "straddling.nested": (FORMATS["nf4"][1], (10, 40)),
+    "packed": (FORMATS["packed"][1], (16, 48)),
+    "float": (FORMATS["fp8_channels"][1], (16, 48)),
+}
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_tensors_of_the_tools_have_the_bits_that_the_tools_give_them(name: str, tmp_path: Path) -> None:
+    """bitsandbytes and compressed-tensors, as above."""
+    quantization_config, shape = TOOLS[name]
+    fixture, start = load_file(FIXTURE), f"{name}.stored."
+    stored = {f"m.{key.removeprefix(start)}": part for key, part in fixture.items() if key.startswith(start)}
+    save_file(stored, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantization_config}))
+    with open_checkpoint(tmp_path) as checkpoint:
+        weight = checkpoint.weight("m.weight", shape)
+    assert isinstance(weight, Quantised)
+    for dtype in (torch.float32, torch.bfloat16):
+        if f"{name}.{dtype}" in fixture:
+            assert torch.equal(dequantise(weight, dtype), fixture[f"{name}.{dtype}"])
+
+
 # DoRA reads the base's norms, saved heads and trained tokens its rows.
 KINDS: dict[str, dict[str, Any]] = {
     "all": {"rank": 8, "target_modules": LINEAR_MODULES["llama"]},
@@ -63,11 +117,16 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("form", marked([*FORMATS], {*FORMATS} - {"awq", "nf4_nested"}))
+BASES = [*FORMATS, *(f"online {kind}" for kind in ONLINE)]
+
+
+@pytest.mark.parametrize("form", marked(BASES, {*BASES} - {"awq", "online nf4"}))
 def test_adapters_of_all_kinds_answer_as_peft_on_the_dequantised_weights(form: str, tmp_path: Path) -> None:
-    world = make_world("llama", tmp_path, "cpu", specs=KINDS, make_model=partial(make_quantised, form))
+    name, _, kind = form.partition(" ")
+    make_model = partial(make_quantised_online, kind) if kind else partial(make_quantised, name)
+    world = make_world("llama", tmp_path, "cpu", specs=KINDS, make_model=make_model)
     requests = make_requests(world, 12)
-    answers, oracle = answers_of(world, requests, side_bytes=8 << 20), Oracle(world)
+    answers, oracle = answers_of(world, requests, side_bytes=8 << 20, weights=kind or "auto"), Oracle(world)
     for request in requests:
         assert_greedy(oracle, request, answers[request.name].tokens)
 

@@ -16,6 +16,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     model_dir                   Hugging Face directory of the base model
     store_root                  root of the adapter store
     dtype                       "auto": the checkpoint's (float16 on a CPU: float32)
+    weights                     of layers: "auto": as the checkpoint has them; "bf16": dequantised; others: quantised
     device                      "cpu", "cuda" or "npu", perhaps with an index: "npu:1"; "auto": the best there is
     prefix_cache                keep keys and values of past requests for those that begin alike; None: on CPUs and
                                 GPUs, not on an NPU
@@ -51,6 +52,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     model_dir: str
     store_root: str
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    weights: Literal["auto", "bf16", "fp8", "int8", "nf4"] = "auto"
     device: str = "auto"
     prefix_cache: bool | None = None
     prefix_cache_scope: Literal["tenant", "server"] = "tenant"

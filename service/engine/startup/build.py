@@ -125,7 +125,13 @@ def build_engine(
     beside = Preparations(device, Path(options.model_dir))
 
     def load() -> tuple[LoadedModel, HostSource]:
-        loaded = load_model(Path(options.model_dir), dtype=options.dtype, device=device, open_tensors=open_tensors)
+        loaded = load_model(
+            Path(options.model_dir),
+            dtype=options.dtype,
+            weights=options.weights,
+            device=device,
+            open_tensors=open_tensors,
+        )
         return loaded, adapters or _host_tier(expected, loaded)
 
     (platform, reports), (loaded, host) = _probe_and_load(device, shapes_to_probe(expected), probing, load)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
+from typing import Literal
 
 import torch
 
 from adapters.layout import BaseLayout
 from kernels.experts.ops import PackedExperts, pack_experts
 from kernels.linear.ops import PackedWeight, pack_quantised, pack_weight
-from kernels.linear.quantised import Quantised, dequantise, joined
+from kernels.linear.quantised import Quantised, dequantise, joined, quantise
 from service.models.checkpoint.checkpoint import TensorSource
 from service.models.layers.projection import Projection
 from service.models.spec.model_spec import ModelSpec
 
 log = logging.getLogger(__name__)
+
+WeightsKind = Literal["auto", "bf16", "fp8", "int8", "nf4"]
 
 
 class Weights:
@@ -22,6 +25,8 @@ class Weights:
 
     num_bytes    bytes handed out so far, as they are held
     projections  linear projections handed out so far, in order
+    num_codes, num_held_codes
+                 projections whose weights are quantised, and those of them that are held so
     """
 
     def __init__(
@@ -31,8 +36,13 @@ class Weights:
         layout: BaseLayout,
         dtype: torch.dtype,
         device: torch.device,
+        kind: WeightsKind = "auto",
     ) -> None:
-        """spec  shapes of the tensors; layout  derived from it"""
+        """
+        spec    shapes of the tensors
+        layout  derived from it
+        kind    of projections in layers: as the checkpoint has them, in the dtype, or quantised
+        """
         self._checkpoint = checkpoint
         self._shapes = spec.tensors(checkpoint)
         self._layout = {projection.name: projection for projection in layout.projections}
@@ -40,6 +50,13 @@ class Weights:
         self.device = device
         self.num_bytes = 0
         self.projections: list[Projection] = []
+        self.num_codes = self.num_held_codes = 0
+        self._kind = kind
+        self._routers = {
+            f"{spec.layer_prefix}{index}.{router}.weight"
+            for index, layer in enumerate(spec.layers)
+            for router in layer.mlp.routers
+        }
 
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor in the model's dtype, on its device, in memory of its own. Raises ModelError."""
@@ -68,15 +85,19 @@ class Weights:
     def projection(self, name: str) -> Projection:
         """The projection that the layout calls `name`, its slices packed into one product, with the biases that it has.
         Raises ModelError."""
-        modules = [piece.module for piece in self._layout[name].slices]
-        weights = [self._weight(f"{module}.weight") for module in modules]
+        spec = self._layout[name]
+        modules = [piece.module for piece in spec.slices]
+        weights = [self._weight(f"{module}.weight", in_layer=spec.layer >= 0) for module in modules]
         biases = [self._stored(f"{module}.bias") for module in modules if f"{module}.bias" in self._shapes]
         bias = self._join(biases) if biases else None
         codes = joined([weight for weight in weights if isinstance(weight, Quantised)])
-        if codes is not None and len(codes.scales) == sum(piece.out_features for piece in self._layout[name].slices):
-            return self._hold(name, pack_quantised(codes.to(self.device), bias, self.dtype))
-        floats = [dequantise(w, self.dtype) if isinstance(w, Quantised) else w for w in weights]
-        return self._pack(name, self._join(floats), bias)
+        if codes is None or codes.out_features != sum(piece.out_features for piece in spec.slices):
+            floats = [dequantise(w, self.dtype) if isinstance(w, Quantised) else w for w in weights]
+            return self._pack(name, self._join(floats), bias)
+        packed = pack_quantised(codes.to(self.device), bias, self.dtype)
+        self.num_codes += 1
+        self.num_held_codes += packed.holds_codes
+        return self._hold(name, packed)
 
     def experts(self, name: str, num_experts: int, size: int, hidden_size: int) -> PackedExperts:
         """The experts of a layer, which checkpoints hold one by one, or all in one tensor for gate and up and one for
@@ -116,8 +137,15 @@ class Weights:
     def _stored(self, name: str) -> torch.Tensor:
         return self._checkpoint.tensor(name, self._shapes[name])
 
-    def _weight(self, name: str) -> torch.Tensor | Quantised:
-        return self._checkpoint.weight(name, self._shapes[name])
+    def _weight(self, name: str, *, in_layer: bool) -> torch.Tensor | Quantised:
+        """A weight of a projection, quantised if it is stored or wanted so."""
+        weight = self._checkpoint.weight(name, self._shapes[name])
+        if isinstance(weight, Quantised):
+            return dequantise(weight, self.dtype) if self._kind == "bf16" else weight
+        stays = not in_layer or name in self._routers or weight.shape[0] == 1 or weight.shape[1] % 2
+        if self._kind == "auto" or self._kind == "bf16" or stays:
+            return weight
+        return quantise(weight.to(self.device), self._kind)
 
     def _pack(self, name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> Projection:
         return self._hold(name, pack_weight(weight, bias))

@@ -136,6 +136,13 @@ def fp8_channels(weight: torch.Tensor) -> Stored:
     return {"weight": codes, "weight_scale": scale}, codes.float() * scale.float()
 
 
+def fp8_rows(weight: torch.Tensor) -> Stored:
+    """As the server quantises while it loads."""
+    scale = weight.abs().amax(1, keepdim=True) / 448
+    codes = (weight / scale).to(torch.float8_e4m3fn)
+    return {"weight": codes, "weight_scale": scale}, codes.float() * scale
+
+
 def fp8_tensor(weight: torch.Tensor) -> Stored:
     scale = (weight.abs().max() / 448).reshape(())
     codes = (weight / scale).to(torch.float8_e4m3fn)
@@ -255,6 +262,27 @@ def make_quantised(
     save_file({k: v.contiguous() for k, v in stored.items()}, directory / "model.safetensors", {"format": "pt"})
     fields = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**fields, "quantization_config": config}))
+    return directory
+
+
+# `--weights`
+ONLINE = {"fp8": fp8_rows, "int8": int8, "nf4": nf4}
+
+
+def make_quantised_online(
+    kind: str, family: str, directory: Path, *, dtype: torch.dtype = torch.float32, **overrides: Any
+) -> Path:
+    """Write a tiny model as it is, and beside it the twin that it becomes when it is quantised while it loads."""
+    make_tiny_model(family, directory, dtype=dtype, **overrides)
+    make_tiny_model(family, directory / DEQUANTISED, dtype=dtype, **overrides)
+    file = directory / DEQUANTISED / "model.safetensors"
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        module, _, suffix = name.rpartition(".")
+        is_linear = ".layers." in name and suffix == "weight" and tensor.dim() == 2
+        if is_linear and not module.endswith((".gate", "shared_expert_gate")):
+            tensors[name] = ONLINE[kind](tensor.float())[1].to(dtype)
+    save_file(tensors, file, {"format": "pt"})
     return directory
 
 
