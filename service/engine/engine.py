@@ -186,6 +186,7 @@ class Engine:
             row_alignment=self.capacity.row_alignment,
             side_bytes=self.config.side_bytes,
             ops=self._ops,
+            keeps_states=self.cache.is_on and self.lines.most_kept > 0,
         )
 
     def handle(self, message: Submit | Abort | Load | Evict | Pin | ResetPrefixCache) -> None:

@@ -8,7 +8,10 @@ anything. Those that came with uploaded adapters run so in a process of their ow
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,8 @@ _MAX_TEMPLATE_BYTES = 1 << 20
 # The name of the template for chats with tools, where a model has one.
 TOOL_TEMPLATE = "tool_use"
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
+_SYSTEM_ROLES = ("system", "developer")
+_OTHER_CHAT = {"role": "user", "content": "?"}
 
 
 class ChatTemplate:
@@ -138,6 +143,32 @@ class ChatTemplate:
         if plain.get("role") == "developer" and "developer" not in self.source:
             plain["role"] = "system"
         return self._contents.shown(plain)
+
+
+def shared_beginnings(
+    render: Callable[..., str],
+    text: str,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool,
+    tools: Sequence[Mapping[str, Any]] | None,
+    **options: Any,
+) -> tuple[int, ...]:
+    """Characters of a chat's rendered text that later prompts are likely to begin with: system prompt and tools, which
+    other chats share, and what stands before the generation prompt, in whose place the next turn has the answer without
+    its thoughts. Found by rendering such chats with the template's `render`; none where it refuses them."""
+    system = list(takewhile(lambda message: message["role"] in _SYSTEM_ROLES, messages))
+    chats: list[tuple[Sequence[Mapping[str, Any]], bool]] = []
+    if system or tools:
+        chats.append(([*system, _OTHER_CHAT], add_generation_prompt))
+    if add_generation_prompt:
+        chats.append((messages, False))
+    found = []
+    for chat, generates in chats:
+        with suppress(TemplateError):
+            other = render(chat, add_generation_prompt=generates, tools=tools, **options)
+            found.append(bisect_left(range(len(text)), True, key=lambda i: text[: i + 1] != other[: i + 1]))
+    return tuple(found)
 
 
 def _with_objects(message: dict[str, Any]) -> dict[str, Any]:

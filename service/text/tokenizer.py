@@ -120,6 +120,12 @@ class TextTokenizer:
         # in the text each token is, which nobody asks for and which takes three quarters of the time.
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
+    def num_tokens_before(self, text: str, at: int, num_tokens: int) -> int:
+        """About how many of a text's `num_tokens` tokens stand before character `at`: the shorter side is encoded."""
+        if at < len(text) // 2:
+            return len(self.encode(text[:at], add_special_tokens=False))
+        return num_tokens - len(self.encode(text[at:], add_special_tokens=False))
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`; bytes that are not UTF-8 come out as U+FFFD."""
         if len(token_ids) > _FEW_TOKENS:  # as a batch of one: that lets other threads run meanwhile

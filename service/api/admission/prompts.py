@@ -32,7 +32,7 @@ from service.api.threads import LONG_TEXT_CHARS, run_in_thread
 from service.engine.ipc.messages import Ready
 from service.grammars.json_size import each_value
 from service.text.answer_reader import PLAIN, ParserConfig
-from service.text.chat_template import RESERVED_VARIABLES, ChatTemplate, chosen_name
+from service.text.chat_template import RESERVED_VARIABLES, ChatTemplate, chosen_name, shared_beginnings
 from service.text.template_sandbox import TemplateError
 from service.text.template_worker import AdapterTemplate, LimitError
 
@@ -55,22 +55,26 @@ class RenderedPrompt:
     field     the request's field that it comes from, for errors
     reading   the way to read its answers
     left_out  names of the request's fields that its answers do without
+    shared    characters that later prompts are likely to begin with, as `shared_beginnings` has them
     """
 
     text: str | list[int]
     field: str
     reading: ParserConfig = PLAIN
     left_out: tuple[str, ...] = ()
+    shared: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt: its tokens, and the text that `echo` gives back; the others as in `RenderedPrompt`."""
+    """One prompt: its tokens, and the text that `echo` gives back; `keep_at` as in `Submit`, the others as in
+    `RenderedPrompt`."""
 
     token_ids: tuple[int, ...]
     text: str
     reading: ParserConfig = PLAIN
     left_out: tuple[str, ...] = ()
+    keep_at: tuple[int, ...] = ()
 
 
 async def rendered(
@@ -138,7 +142,9 @@ def _tokenized(
     _check_fits(ready, request, kept, prompt.field)
     if not isinstance(text, str) or len(kept) < len(token_ids):
         text = services.tokenizer.decode(kept, skip_special_tokens=False) if echo else ""
-    return Prompt(kept, text, prompt.reading, prompt.left_out)
+        return Prompt(kept, text, prompt.reading, prompt.left_out)
+    keep_at = tuple(services.tokenizer.num_tokens_before(text, at, len(kept)) for at in prompt.shared)
+    return Prompt(kept, text, prompt.reading, prompt.left_out, keep_at)
 
 
 def encoded(services: Services, text: str, *, special: bool) -> tuple[int, ...]:
@@ -309,16 +315,13 @@ async def _rendered_chat(
         plain = [message.for_template() for message in messages]
         template = _required_template(services, target, request.chat_template_name, has_tools=bool(tools))
         writes_tools = writes_tools_of(services, template, tools, plain)
-        text, seen = _first_rendered(
-            template,
-            thinking_variables(services, request, template.source),
-            plain,
-            add_generation_prompt=generate,
-            continue_final_message=final,
-            tools=[tool.for_template() for tool in tools] or None,
-            given=given,
-            writes_tools=writes_tools,
-        )
+        options: dict[str, Any] = {
+            "add_generation_prompt": generate,
+            "tools": [tool.for_template() for tool in tools] or None,
+            "writes_tools": writes_tools,
+        }
+        choices = thinking_variables(services, request, template.source)
+        text, seen = _first_rendered(template, choices, plain, given=given, continue_final_message=final, **options)
         if lost := next((message for message in messages if message.is_lost_in(text)), None):
             raise BadRequest(
                 f"The chat template does not show messages of the role {quoted(lost.role)!r}; send one that it knows.",
@@ -330,7 +333,10 @@ async def _rendered_chat(
         if is_effort_idle(services, request, template.source, seen):
             names.append("reasoning_effort")
         reading = reading_of(services, request, template.source, text, writes_tools=writes_tools)
-        return RenderedPrompt(text, "messages", reading, tuple(names))
+        ready, shared = services.engine.ready, tuple[int, ...]()
+        if ready is not None and ready.keeps_states:
+            shared = shared_beginnings(template.render, text, plain, variables={**seen, **given}, **options)
+        return RenderedPrompt(text, "messages", reading, tuple(names), shared)
 
     if target.has_template:
         async with services.template_turn(target.turn):

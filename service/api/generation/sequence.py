@@ -99,6 +99,7 @@ class SequenceRun:
                 pooling=plan.pooling,
                 adapter_start=start or 0,
                 cache_salt=plan.cache_salt,
+                keep_at=plan.prompt.keep_at,
             )
         )
         self._messages.listen(self._work, self._begin_anew)

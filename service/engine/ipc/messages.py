@@ -64,6 +64,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
              The weight of a tenant's last request holds for all its requests
     pooling  the answer is the hidden state of the last token, or the mean of all, after the final norm
     cache_salt  the prefix cache shares keys and values between requests of one tenant and one salt
+    keep_at  numbers of prompt tokens behind which later requests are likely to go on otherwise: a model with
+             states keeps them there
     """
 
     request_id: str
@@ -76,6 +78,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     pooling: Literal["last", "mean"] | None = None
     adapter_start: int = 0
     cache_salt: str = ""
+    keep_at: tuple[int, ...] = ()
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -163,6 +166,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     row_bytes, side_bytes, row_element_bytes,
     row_alignment      what `adapters.row_plan.plan_rows` needs; 0 where LoRA is off
     ops                one entry for each op
+    keeps_states       the prefix cache keeps states, and follows `Submit.keep_at`
     """
 
     max_model_len_tokens: int
@@ -177,6 +181,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     row_element_bytes: int = 0
     row_alignment: int = 0
     ops: tuple[OpInUse, ...] = ()
+    keeps_states: bool = False
 
 
 class Tokens(msgspec.Struct, frozen=True, tag=True):

@@ -12,9 +12,10 @@ sequence is looked up in each step that could admit it. Behind the last full blo
 computed of its last block are found too, and that block is copied.
 
 Where the model has states, a prefix is found as far as a state was kept (`state_lines.py`), and its blocks behind that
-are computed a second time. States are kept where a later request is known to want one: where one begins that goes on
-like this one (the blocks are found and no state), and where one waits for this one. A chunk ends there. Others are kept
-where a chunk happens to end with a block.
+are computed a second time. States are kept where a later request is known to want one: where the request says so
+(`Submit.keep_at`: chats know it), where one begins that goes on like this one (the blocks are found and no state), and
+where one waits for this one. A chunk ends there, with a block, since a node is a whole one. Others are kept where a
+chunk happens to end with a block.
 
 A sequence whose prompt another one is just computing *awaits* it, for a bounded number of steps.
 
@@ -35,6 +36,8 @@ from service.engine.sequences.sequence import NEVER, Sequence, num_equal, same_u
 
 # Steps that a prefix is awaited for: so many, and so many times those that the sequence's own prompt takes.
 _AWAITED_STEPS, _AWAITED_TIMES = 16, 4
+# Blocks that a state must save, to be worth a line and the further step in which its prompt is computed.
+_LEAST_SAVED_BLOCKS = 4
 _TOKEN_BYTES = 4
 
 
@@ -111,7 +114,7 @@ class PrefixCache:
         self._blocks = blocks
         self._block_size = block_size_tokens
         self._token_budget = token_budget
-        self._is_on = is_on
+        self.is_on = is_on
         self._is_shared = is_shared
         self._rope_class = rope_class
         self._ways: dict[int, _Way] = {}  # of sequences that were looked up
@@ -181,10 +184,10 @@ class PrefixCache:
             if self._blocks.extend(sequence.key, len(found.blocks) + 1):
                 num_tokens, source = found.num_tokens, found.source
         sequence.num_computed, sequence.copied_block = num_tokens, source
-        self.lines.start(sequence, found.state_of, found.known)
+        self.lines.start(sequence, found.state_of, found.known, self._wanted_states(sequence, found))
         self._count(sequence, num_tokens)
         sequence.publish_at = NEVER
-        if not self._is_on:
+        if not self.is_on:
             return
         way = self._way_of(sequence)
         way.num_nodes, way.awaited = len(found.blocks), None
@@ -282,6 +285,18 @@ class PrefixCache:
 
     # ---- inner parts
 
+    def _wanted_states(self, sequence: Sequence, found: Found) -> tuple[int, ...]:
+        """Numbers of tokens, in whole blocks, at which others go on otherwise: as the request says, and as they do."""
+        wanted: list[int] = []
+        if self.is_on and self.lines.most_kept:
+            before, size = len(found.blocks), self._block_size
+            places = {at // size for at in sequence.request.keep_at if at < sequence.num_prompt}
+            for num_blocks in sorted(places if found.known is None else {*places, found.known[1] // size}):
+                if num_blocks - before >= _LEAST_SAVED_BLOCKS:
+                    wanted.append(num_blocks * size)
+                    before = num_blocks
+        return tuple(wanted)
+
     def _count(self, sequence: Sequence, num_tokens: int) -> None:
         if sequence.num_cached is None:
             sequence.num_cached = num_tokens
@@ -293,7 +308,7 @@ class PrefixCache:
     def _may_read(self, sequence: Sequence) -> bool:
         """Whether the sequence may begin behind cached tokens: no logits of theirs, and no sum over them, is wanted."""
         wants_all = sequence.num_prompt_logprobs_missing > 0 or sequence.request.pooling == "mean"
-        return self._is_on and not wants_all
+        return self.is_on and not wants_all
 
     def _way_of(self, sequence: Sequence) -> _Way:
         way = self._ways.get(sequence.key)

@@ -6,29 +6,45 @@ the same. A state is of a whole number of blocks, and belongs to the node of the
 its tokens are known, to its sequence.
 
 A kept line is free when its node is dropped, or when another state is kept instead of it: of the tenant with most of
-them, the one that was used longest ago. It is held, besides, by each sequence that reads it in its next step, and until
-the step behind that is scheduled: in one step nobody writes what another one reads.
+them, the one with the lowest *rank*. All lines have as many bytes, so a state's worth is the tokens that would have to
+be computed again without it; its rank is that number and the rank of the last one that was given up when it was kept
+(the rule is known as GreedyDual). A state that nobody has asked for is worth less, by the share of such ones that were
+read. When the only sequence that has read a state leaves one further on, as the next turn of a chat does, the earlier
+one is worth nothing; each further sequence shows that the state is shared, and renews the rank. A kept line is held,
+besides, by each sequence that reads it in its next step, and until the step behind that is scheduled: in one step
+nobody writes what another one reads.
 
 The pool has a line for each sequence that may run, and `most_kept` more, so that one that joins, or hands over its
-line, always finds one. Cost per step: O(sequences that end a block in it).
+line, always finds one. Cost per step: O(sequences that end a block in it), and O(kept lines) for each that is given up.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass
 
 from service.engine.scheduling.prefix_trie import Node
 from service.engine.sequences.sequence import Sequence
 from service.engine.sequences.slots import Slots
 
+_SHARE_OF_LAST = 16  # states over which `_share_read` goes, about
+
 
 @dataclass(slots=True, eq=False)
 class _Kept:
-    """A state of a sequence's first tokens. node: None until their values are known."""
+    """A state of a sequence's first tokens.
+
+    is_asked   it was asked for; else kept where a chunk happened to end
+    num_saved  tokens that are computed again where it is wanted and not there
+    num_reads  sequences that have begun behind it, or have kept it and are to keep another one
+    node       None until the tokens' values are known
+    """
 
     num_tokens: int
     line: int
+    is_asked: bool
+    num_saved: int
+    rank: float = 0.0
+    num_reads: int = 0
     node: Node | None = None
 
 
@@ -40,7 +56,12 @@ class StateLines(Slots):
         self.most_kept = num_lines - num_slots
         self.num_evicted = 0
         self._num_holders: dict[int, int] = {}  # of kept lines
-        self._queues: dict[str, OrderedDict[Node, None]] = {}  # by tenant, least recently used first
+        self._states: dict[str, dict[Node, _Kept]] = {}  # by tenant
+        self._share_read = 0.5  # of late, of states that nobody had asked for
+        self._last_rank = 0.0  # of the state that was given up last
+        # The tokens behind which a sequence would begin again if it left no further state, and the state that it alone
+        # has read.
+        self._behind: dict[Sequence, tuple[int, _Kept | None]] = {}
         self._are_read: list[int] = []  # in the step that was scheduled last
         self._of_no_node: dict[Sequence, list[_Kept]] = {}
         # The latest state of each sequence that was kept where nobody had asked for one; the next one takes its place.
@@ -59,18 +80,29 @@ class StateLines(Slots):
 
     # ---- of a sequence that runs
 
-    def start(self, sequence: Sequence, node: Node | None, known: tuple[Node, int] | None) -> None:
+    def start(
+        self, sequence: Sequence, node: Node | None, known: tuple[Node, int] | None, wanted: tuple[int, ...]
+    ) -> None:
         """The sequence begins behind the node's state; None: with no state.
 
-        known  a node below that, and how many tokens it ends: others have gone on otherwise there, or will
+        known   a node below that, and how many tokens it ends: others have gone on otherwise there, or will
+        wanted  numbers of its tokens, ascending, at which its state is to be kept
         """
-        sequence.cuts = ()
-        if known is not None:
-            sequence.cuts = (known[1],)
+        sequence.cuts = wanted
+        if known is not None and known[1] in wanted:
             self._expected.setdefault(known[0], sequence)
+        self._behind[sequence] = 0, None
         if node is not None:
             self._read_next(sequence, node.line)
-            self._queues[node.scope[0]].move_to_end(node)
+            kept = self._states[node.scope[0]][node]
+            kept.num_reads += 1
+            if kept.num_reads > 1:
+                self._renew(kept)
+                self._behind[sequence] = kept.num_tokens, None
+            else:
+                self._behind[sequence] = kept.num_tokens - kept.num_saved, kept
+                if not kept.is_asked:
+                    self._share_read += (1 - self._share_read) / _SHARE_OF_LAST
 
     def ask(self, sequence: Sequence, num_tokens: int) -> bool:
         """Have a running sequence keep the state of so many of its tokens; False if it has begun to compute more."""
@@ -103,7 +135,7 @@ class StateLines(Slots):
         if node is not None:
             self._expected.pop(node, None)
         if node is not None and node.line:
-            self._queues[node.scope[0]].move_to_end(node)
+            self._renew(self._states[node.scope[0]][node])
             return
         is_wanted = sequence.num_computed in sequence.cuts
         if not is_wanted and (before := self._latest.pop(sequence, None)) is not None:
@@ -112,7 +144,14 @@ class StateLines(Slots):
             return
         if self.num_kept >= self.most_kept and not self._evict():
             return
-        kept = _Kept(sequence.num_computed, sequence.line)
+        behind, read = self._behind[sequence]
+        kept = _Kept(sequence.num_computed, sequence.line, is_wanted, sequence.num_computed - behind)
+        self._renew(kept)
+        if is_wanted:
+            kept.num_reads = int(sequence.cuts[-1] > kept.num_tokens)
+            self._behind[sequence] = kept.num_tokens, None
+            if read is not None and read.num_reads == 1:
+                read.rank = self._last_rank
         self._num_holders[kept.line] = 1
         sequence.line = self.take()
         self._read_next(sequence, kept.line)
@@ -142,6 +181,7 @@ class StateLines(Slots):
     def stop(self, sequence: Sequence) -> None:
         """The sequence runs no more, and has published."""
         self.publish_no_more(sequence)
+        self._behind.pop(sequence, None)
         if sequence.source_line:
             self._let_go(sequence.source_line)
             sequence.source_line = 0
@@ -151,10 +191,10 @@ class StateLines(Slots):
     def drop(self, node: Node) -> None:
         """The node is dropped, or its state is."""
         if node.line:
-            queue = self._queues[node.scope[0]]
-            del queue[node]
-            if not queue:
-                del self._queues[node.scope[0]]
+            states = self._states[node.scope[0]]
+            del states[node]
+            if not states:
+                del self._states[node.scope[0]]
             self._let_go(node.line)
             node.line = 0
 
@@ -162,7 +202,7 @@ class StateLines(Slots):
         """Each line is free, a running sequence's or kept, and held by those who read it or have its node."""
         super().check_integrity()
         num_holders: dict[int, int] = {}
-        nodes = [node for queue in self._queues.values() for node in queue]
+        nodes = [node for states in self._states.values() for node in states]
         assert all(node.line and not node.is_dropped for node in nodes), "a state of no node"
         of_none = [kept.line for some in self._of_no_node.values() for kept in some]
         for line in (*(node.line for node in nodes), *of_none, *self._are_read):
@@ -185,7 +225,10 @@ class StateLines(Slots):
             self._let_go(kept.line)
             return
         node.line = kept.line
-        self._queues.setdefault(node.scope[0], OrderedDict())[node] = None
+        self._states.setdefault(node.scope[0], {})[node] = kept
+
+    def _renew(self, kept: _Kept) -> None:
+        kept.rank = self._last_rank + kept.num_saved * (1.0 if kept.is_asked else self._share_read)
 
     def _remove(self, sequence: Sequence, kept: _Kept) -> None:
         of_no_node = self._of_no_node[sequence]
@@ -202,12 +245,17 @@ class StateLines(Slots):
 
     def _evict(self) -> bool:
         """Free a kept line that nobody reads; False if there is none."""
-        for queue in sorted(self._queues.values(), key=len, reverse=True):
-            for node in queue:
-                if self._num_holders[node.line] == 1:
-                    self.drop(node)
-                    self.num_evicted += 1
-                    return True
+        for states in sorted(self._states.values(), key=len, reverse=True):
+            free = [kept for kept in states.values() if self._num_holders[kept.line] == 1]
+            if free:
+                lowest = min(free, key=lambda kept: kept.rank)
+                assert lowest.node is not None, "a state that has a node"
+                self._last_rank = max(self._last_rank, lowest.rank)
+                if not lowest.is_asked and not lowest.num_reads:
+                    self._share_read -= self._share_read / _SHARE_OF_LAST
+                self.drop(lowest.node)
+                self.num_evicted += 1
+                return True
         return False
 
     def _let_go(self, line: int) -> None:

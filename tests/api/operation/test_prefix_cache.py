@@ -161,30 +161,68 @@ def test_a_cache_of_hardly_more_than_a_prompt_changes_no_answer(tmp_path: Path) 
         assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
-def test_a_hybrid_computes_a_prompt_of_sixteen_choices_once(tmp_path: Path) -> None:
-    model = make_tiny_model("lfm2", tmp_path / "model", max_position_embeddings=2048)
-    with running_server(model, tmp_path / "server", dtype="float32") as server:
+# A template that begins a thought, and shows none of those that came before.
+THINKING_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{{ message['content'].split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n<think>\n{% endif %}"
+)
 
-        def ask(prompt: str, **fields: Any) -> tuple[list[str], int, int]:
-            body = {"prompt": prompt, "max_tokens": 4, "ignore_eos": True, "temperature": 0, **fields}
-            answer = server.post("/v1/completions", json=body).json()
-            usage = answer["usage"]
-            details = usage["prompt_tokens_details"]
-            return [one["text"] for one in answer["choices"]], usage["prompt_tokens"], details["cached_tokens"]
 
-        texts, num_prompt, num_cached = ask(TEXT * 4, n=16)
-        assert (len(set(texts)), num_cached) == (1, 0)
-        wait_for(
-            lambda: (
-                server.metric("prefix_cache_queries_total") == 16 * num_prompt and server.metric("prefix_cache_states")
-            ),
-            "the engine's report",
-        )
-        assert 16 * num_prompt - server.metric("prefix_cache_hits_total") <= 1.25 * num_prompt
-        assert ask(TEXT * 4) == (texts[:1], num_prompt, whole_blocks(num_prompt))
-        # The first prompt that goes on otherwise keeps a state there, and the next one finds it.
-        found = [ask(TEXT * 2 + 100 * letter)[2] for letter in "xy"]
-        assert found[0] == 0 and 2 * len(TEXT) - 2 * BLOCK < found[1] <= 2 * len(TEXT)
+@pytest.fixture(scope="module", params=["lfm2", "qwen3_5_text"])
+def hybrid(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    directory = tmp_path_factory.mktemp(request.param)
+    model = make_tiny_model(request.param, directory / "model", max_position_embeddings=2048)
+    (model / "chat_template.jinja").write_text(THINKING_TEMPLATE)
+    with running_server(model, directory / "server", dtype="float32") as server:
+        yield server
+
+
+def test_turns_without_their_thoughts_begin_behind_the_turn_before(hybrid: Server) -> None:
+    def ask(messages: list[dict[str, str]], salt: str) -> tuple[str, int, int]:
+        body = {"messages": messages, "max_tokens": 24, "ignore_eos": True, "temperature": 0, "cache_salt": salt}
+        answer = hybrid.post("/v1/chat/completions", json=body).json()
+        usage = answer["usage"]
+        text = answer["choices"][0]["message"]
+        return str(text), usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
+
+    system = {"role": "system", "content": TEXT}
+    messages, before = [system], 0
+    for turn in range(4):
+        messages.append({"role": "user", "content": f"{turn} {TEXT[:80]}"})
+        text, _, num_cached = ask(messages, "chats")
+        assert (text, 0) == ask(messages, f"alone {turn}")[::2]
+        assert num_cached >= before - before % BLOCK if turn else num_cached == 0
+        chat = {"messages": messages, "add_generation_prompt": False}
+        before = hybrid.post("/tokenize", json=chat).json()["count"]
+        messages.append({"role": "assistant", "content": f"{text[:9]}</think>{turn} and so on"})
+    # Another chat begins behind the system prompt.
+    other = [system, {"role": "user", "content": TEXT[::-1]}]
+    assert len(TEXT) - BLOCK < ask(other, "chats")[2] < len(TEXT) + 2 * BLOCK
+
+
+def test_a_hybrid_computes_a_prompt_of_sixteen_choices_once(hybrid: Server) -> None:
+    def ask(prompt: str, **fields: Any) -> tuple[list[str], int, int]:
+        body = {"prompt": prompt, "max_tokens": 4, "ignore_eos": True, "temperature": 0, **fields}
+        answer = hybrid.post("/v1/completions", json=body).json()
+        usage = answer["usage"]
+        details = usage["prompt_tokens_details"]
+        return [one["text"] for one in answer["choices"]], usage["prompt_tokens"], details["cached_tokens"]
+
+    def counts() -> tuple[float, float]:
+        return hybrid.metric("prefix_cache_queries_total"), hybrid.metric("prefix_cache_hits_total")
+
+    ask("the")
+    wait_for(lambda: hybrid.metric("prefix_cache_states"), "the engine's report")
+    queried, hit = counts()
+    texts, num_prompt, num_cached = ask(TEXT * 4, n=16)
+    assert (len(set(texts)), num_cached) == (1, 0)
+    wait_for(lambda: counts()[0] == queried + 16 * num_prompt, "the engine's report")
+    assert 16 * num_prompt - (counts()[1] - hit) <= 1.25 * num_prompt
+    assert ask(TEXT * 4) == (texts[:1], num_prompt, whole_blocks(num_prompt))
+    # The first prompt that goes on otherwise keeps a state there, and the next one finds it.
+    found = [ask(TEXT * 2 + 100 * letter)[2] for letter in "xy"]
+    assert found[0] == 0 and 2 * len(TEXT) - 2 * BLOCK < found[1] <= 2 * len(TEXT)
 
 
 def test_nobody_finds_what_other_tenants_have_asked(cached: Cached) -> None:

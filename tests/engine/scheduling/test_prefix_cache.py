@@ -309,14 +309,17 @@ def hybrid() -> MockEngine:
 
 
 def test_a_state_is_kept_where_a_second_prompt_goes_on_otherwise(hybrid: MockEngine) -> None:
-    run(hybrid, "first", PROMPT, max_tokens=2)
+    long = tuple(range(1, 62))
+    run(hybrid, "first", long, max_tokens=2)
     for name, prompt, expected in (
-        ("second", (*PROMPT[:30], 90), 0),
-        ("third", (*PROMPT[:30], 91), 28),
-        ("deeper", PROMPT, 28),
-        ("again", PROMPT, 40),
-        ("shorter", PROMPT[:38], 28),
-        ("elsewhere", (9, *PROMPT), 0),
+        ("second", (*long[:30], 90), 0),
+        ("third", (*long[:30], 91), 28),
+        ("near", (*long[:42], 90), 28),
+        ("near too", (*long[:42], 91), 28),
+        ("deeper", long, 28),
+        ("again", long, 60),
+        ("shorter", long[:38], 28),
+        ("elsewhere", (9, *long), 0),
     ):
         hybrid.runner.batches.clear()
         assert run(hybrid, name, prompt) == expected
@@ -328,6 +331,50 @@ def test_a_state_is_kept_at_the_end_of_an_answer(hybrid: MockEngine) -> None:
     run(hybrid, "first", PROMPT, max_tokens=20)
     history = (*PROMPT, *hybrid.output["first"])
     assert run(hybrid, "second", (*history, 90, 91, 92)) == 60
+
+
+@pytest.mark.parametrize(("is_chat", "least"), [(True, 56), (False, 48)])
+def test_prompts_with_one_of_eight_beginnings_find_it(is_chat: bool, least: int) -> None:
+    """Chats say where their system prompt ends; of raw prompts, the second one with a beginning shows it. In blocks it
+    is the load of 1,500 common and 700 own tokens that others' figures are of."""
+    mock = cached_engine(num_blocks=5000, max_len=600, token_budget=512, has_conv=True, num_kept=24)
+    rng = random.Random(0)
+    beginnings = [tuple(rng.randrange(90) for _ in range(375)) for _ in range(8)]
+    found = []
+    for i in range(64):
+        prompt = (*beginnings[i % 8], *(rng.randrange(90) for _ in range(175)))
+        keep_at = (375, 547) if is_chat else ()
+        found.append(run(mock, f"r{i}", prompt, max_tokens=1, keep_at=keep_at))
+        assert mock.output[f"r{i}"] == expected_tokens(prompt, None, 1)
+    assert sum(num >= 372 for num in found) >= least
+
+
+def test_turns_of_chats_without_thoughts_begin_at_the_state_before_the_answer() -> None:
+    """Four chats in turn: the prompt's end and the thoughts of an answer are no part of the next prompt. Two
+    lines for each chat are enough."""
+    mock = cached_engine(num_blocks=3000, max_len=600, token_budget=512, has_conv=True, num_kept=8)
+    rng = random.Random(0)
+    system = tuple(rng.randrange(90) for _ in range(200))
+    histories, known = dict.fromkeys(range(4), system), set[tuple[int, ...]]()
+    num_found = num_findable = 0
+    for turn in range(5):
+        for user in histories:
+            history = (*histories[user], *(rng.randrange(90) for _ in range(rng.randint(24, 36))))
+            prompt, name = (*history, 91, 92, 93), f"{user}-{turn}"
+            num_found += run(mock, name, prompt, max_tokens=40, keep_at=(200, len(history)))
+            num_findable += max((end for end in range(0, len(prompt), BLOCK) if prompt[:end] in known), default=0)
+            whole = (*prompt, *mock.output[name])
+            known |= {whole[:end] for end in range(BLOCK, len(whole), BLOCK)}
+            histories[user] = (*history, 91, *mock.output[name][30:], 94)
+    assert num_found >= 0.9 * num_findable
+
+
+def test_states_that_save_few_tokens_are_not_worth_a_step(hybrid: MockEngine) -> None:
+    prompt = tuple(range(90))
+    for i, keep_at in enumerate(((12, 15), (18, 30, 500))):
+        run(hybrid, f"r{i}", (i, *prompt), max_tokens=1, keep_at=keep_at)
+    assert [len(batch.token_ids) for batch in hybrid.runner.batches] == [64, 27, 16, 64, 11]
+    assert run(hybrid, "again", (1, *prompt[:70], 5)) == 16
 
 
 @pytest.mark.parametrize(("num", "length"), [(16, 300), (64, 300), (64, 303)])

@@ -417,11 +417,12 @@ class MockEngine:
         pooling: Literal["last", "mean"] | None = None,
         adapter_start: int = 0,
         cache_salt: str = "",
+        keep_at: tuple[int, ...] = (),
         **sampling: object,
     ) -> None:
         chosen = Sampling(max_tokens=max_tokens, temperature=temperature, **sampling)  # type: ignore[arg-type]
         rows = {} if adapter is None else {**MockWeights(adapter).rows}
-        paid = (tenant, weight, pooling, adapter_start, cache_salt)
+        paid = (tenant, weight, pooling, adapter_start, cache_salt, keep_at)
         self.engine.submit(Submit(request_id, prompt, chosen, adapter, rows, *paid))
         self.engine.check_integrity()
 
