@@ -22,7 +22,7 @@ from service.engine.ipc.messages import Submit
 from service.engine.process import compile_kernels, warm_up
 from service.engine.startup.build import build_engine
 from service.models.families import model_spec
-from service.models.layers.caches import kv_bytes_per_token
+from service.models.layers.caches import kv_bytes_per_token, state_bytes_per_line
 from service.models.layouts import layout_of
 from service.models.spec.config_json import read_config
 
@@ -141,6 +141,8 @@ def config_for(load: EngineLoad, model_dir: Path, has_lora: bool) -> EngineConfi
         # Tables of ranks and scalings are far below the last 5 %.
         "row_bytes": int(1.05 * num_rows * per_row / (1 - EMBEDDINGS_SHARE)) if has_lora else 0,
         "block_size_tokens": block,
+        # With the cache, where the model has states.
+        "state_cache_bytes": load.num_requests * state_bytes_per_line(spec, load.dtype),
         "prefix_cache": False,  # rounds send the same prompts
     }
     return EngineConfig(model_dir=str(model_dir), store_root=str(model_dir), **(fields | load.engine_fields))

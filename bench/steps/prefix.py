@@ -6,6 +6,9 @@ python -m bench.steps.prefix [--device cuda] [--shape 8b] [--requests 64] [--pro
     cost    requests whose prompts are all different, to an engine with the cache and to one without, forth and back
     long    a prompt of --long-prompt tokens whose last 64 are new, beside one of 128 new tokens and beside itself new
     equal   --requests equal prompts at once, of a quarter of --long-prompt: tokens computed, of those of one prompt
+    chats   eight chats of six turns each, over a system prompt of a fifth of --long-prompt, whose template drops all
+            but the end of an answer: prompt tokens found, of all and of those that a cache without bounds would find;
+            and whether replayed steps give the tokens of eager ones
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ from __future__ import annotations
 import json
 import random
 import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,8 +28,12 @@ from bench.shapes import SEED
 from bench.steps.in_process import WarmEngine, build_warm_engine
 from service.doctor.checks.probe_engine import Run, greedy, run_to_the_end
 from service.engine.ipc.messages import Submit
+from service.engine.model.graphs import CapturedSteps
 
 NUM_NEW_TOKENS, NUM_SHORT_TOKENS = 64, 128
+NUM_CHATS, NUM_TURNS = 8, 6
+# Of a turn: the beginning of its prompt's end, as a template writes it, and of its answer in the next prompt.
+_OPENING = (5, 6, 7)
 
 
 class Subject:
@@ -36,22 +45,57 @@ class Subject:
     def prompt(self, num_tokens: int) -> tuple[int, ...]:
         return self._warm.prompt(num_tokens, self._numbers)
 
-    def run(self, prompts: list[tuple[int, ...]], num_output_tokens: int) -> Run:
+    def run(
+        self, prompts: list[tuple[int, ...]], num_output_tokens: int, salt: str = "", keep_at: tuple[int, ...] = ()
+    ) -> Run:
+        """All at once. keep_at: as in `Submit`, from a prompt's end on where it is negative."""
         work = []
         for prompt in prompts:
             self._num_sent += 1
-            work.append(Submit(f"request-{self._num_sent}", prompt, greedy(num_output_tokens)))
+            places = tuple(at % len(prompt) for at in keep_at)
+            name = f"request-{self._num_sent}"
+            work.append(Submit(name, prompt, greedy(num_output_tokens), cache_salt=salt, keep_at=places))
         return run_to_the_end(self._warm.engine, work)
 
+    @property
+    def counts(self) -> tuple[int, int, int]:
+        """Prompt tokens of all requests, those found, and states that were given up."""
+        counts, lines = self._warm.engine.cache.counts, self._warm.engine.lines
+        return counts.queried_tokens, counts.hit_tokens, lines.num_evicted
+
+    @property
+    def num_states(self) -> tuple[int, int]:
+        """Kept now, and at most."""
+        return self._warm.engine.lines.num_kept, self._warm.engine.lines.most_kept
+
+    @property
+    def block_size_tokens(self) -> int:
+        return self._warm.engine.config.block_size_tokens
+
+    @property
+    def num_replayed(self) -> int:
+        return self._warm.engine.runner.captured.num_replayed
+
+    @contextmanager
+    def eager(self) -> Iterator[None]:
+        """No step is replayed meanwhile."""
+        runner = self._warm.engine.runner
+        captured, runner.captured = runner.captured, CapturedSteps(None, "for comparison", max_graphs=0)
+        try:
+            yield
+        finally:
+            runner.captured = captured
+
     def first_token_ms(self, prompt: tuple[int, ...]) -> float:
-        return self.run([prompt], 1).first_token_ms()[0]
+        """A state is kept before the prompt's last tokens."""
+        return self.run([prompt], 1, keep_at=(-NUM_NEW_TOKENS,)).first_token_ms()[0]
 
 
 def cost(
     sides: dict[str, Subject], num_requests: int, num_prompt: int, num_output: int, num_rounds: int
 ) -> dict[str, Any]:
-    """Tokens per second and decode steps with the cache, of those without it. Medians over rounds."""
-    shares, steps = [], []
+    """Tokens per second, first tokens and decode steps with the cache, of those without it. Medians over rounds."""
+    shares, firsts, steps = [], [], []
     for number in range(num_rounds + 1):
         runs: dict[str, list[Run]] = {name: [] for name in sides}
         for name in forth_and_back(sides):
@@ -60,12 +104,18 @@ def cost(
         if number:  # the first one warms
             seconds = {name: statistics.mean(run.seconds for run in some) for name, some in runs.items()}
             shares.append(seconds["off"] / seconds["on"])
+            first = {
+                name: statistics.median(ms for run in some for ms in run.first_token_ms())
+                for name, some in runs.items()
+            }
+            firsts.append(first["on"] / first["off"])
             decode = {
                 name: [ms for run in some for ms in run.decode_step_ms(num_requests)] for name, some in runs.items()
             }
             steps.append((statistics.median(decode["on"]) - statistics.median(decode["off"])) * 1e3)
     return {
         "tokens_per_second_of_off": statistics.median(shares),
+        "first_token_of_off": statistics.median(firsts),
         "decode_step_us_more": statistics.median(steps),
     }
 
@@ -105,6 +155,54 @@ def equal(subject: Subject, num_requests: int, num_tokens: int) -> dict[str, Any
     return {"requests": num_requests, "prompt_tokens": num_tokens, "computed_of_one": computed / num_tokens}
 
 
+def chats(subject: Subject, num_system: int, num_own: int, num_answer: int, num_chats: int) -> dict[str, Any]:
+    """All chats' turns of one number at once."""
+    system = subject.prompt(num_system)
+    own = [[subject.prompt(num_own) for _ in range(num_chats)] for _ in range(NUM_TURNS)]
+
+    def run(salt: str) -> tuple[list[list[int]], list[float], int]:
+        histories, block = [system] * num_chats, subject.block_size_tokens
+        tokens: list[list[int]] = []
+        first_ms: list[float] = []
+        known: set[tuple[int, ...]] = set()
+        num_findable = 0
+        for turn in own:
+            histories = [before + new for before, new in zip(histories, turn, strict=True)]
+            prompts = [history + _OPENING for history in histories]
+            turn_run = subject.run(prompts, num_answer, salt, (num_system, -len(_OPENING)))
+            answers = list(turn_run.tokens.values())
+            first_ms += turn_run.first_token_ms() if turn is not own[0] else []
+            for prompt, answer in zip(prompts, answers, strict=True):
+                found = (end for end in range(0, len(prompt), block) if prompt[:end] in known)
+                num_findable += max(found, default=0)
+                whole = (*prompt, *answer)
+                known |= {whole[:end] for end in range(block, len(whole), block)}
+            tokens += answers
+            histories = [(*history, *answer[-8:]) for history, answer in zip(histories, answers, strict=True)]
+        return tokens, first_ms, num_findable
+
+    before, num_replayed = subject.counts, subject.num_replayed
+    tokens, first_ms, num_findable = run("replayed")
+    queried, hit, evicted = (now - then for now, then in zip(subject.counts, before, strict=True))
+    kept, most_kept = subject.num_states
+    num_replayed = subject.num_replayed - num_replayed
+    with subject.eager():
+        of_eager, _, _ = run("eager")
+    return {
+        "prompt_tokens": queried,
+        "found_tokens": hit,
+        "found_of_all": hit / queried,
+        "found_of_unbounded": hit / num_findable,
+        "first_token_ms_p50_after_first_turn": statistics.median(first_ms),
+        "states_kept": kept,
+        "states_at_most": most_kept,
+        "states_given_up": evicted,
+        "steps_replayed": num_replayed,
+        "answers": len(tokens),
+        "answers_as_eager": sum(one == other for one, other in zip(tokens, of_eager, strict=True)),
+    }
+
+
 def main() -> None:
     parser = parser_of("bench.steps.prefix", __doc__)
     parser.add_argument("--long-prompt", type=int, default=8192, metavar="TOKENS")
@@ -118,6 +216,13 @@ def main() -> None:
         "cost": cost(sides, *size),
         "long": long_prompt(sides["on"], arguments.long_prompt, arguments.rounds),
         "equal": equal(sides["on"], arguments.requests, arguments.long_prompt // 4),
+        "chats": chats(
+            sides["on"],
+            arguments.long_prompt // 5,
+            max(arguments.long_prompt // 80, 1),
+            max(arguments.output_tokens // 2, 2),
+            min(NUM_CHATS, arguments.requests),
+        ),
     }
     result = facts_of(arguments) | figures
     print(json.dumps(result, indent=1))

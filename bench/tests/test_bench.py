@@ -63,6 +63,14 @@ def test_the_prefix_cache_is_measured_beside_an_engine_without_it(tmp_path: Path
     assert figures["long"]["first_token_ms_found"] > 0
     # Each of the three computes the end of its prompt by itself, which fills no block.
     assert 1 <= figures["equal"]["computed_of_one"] < 2
+    assert figures["chats"]["found_tokens"] > 0
+
+
+def test_the_prefix_cache_of_a_model_with_states_keeps_some_and_changes_no_token(tmp_path: Path) -> None:
+    figures = _run("bench.steps.prefix", tmp_path, "--long-prompt", "480", "--shape", "qwen3_5-tiny")["chats"]
+    assert figures["states_at_most"] == 3 and figures["states_kept"] > 0
+    assert figures["found_of_unbounded"] > 0.7
+    assert figures["answers_as_eager"] == figures["answers"] == 3 * 6
 
 
 def test_http_is_measured_beside_the_engine_in_process(tmp_path: Path) -> None:
