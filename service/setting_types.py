@@ -69,6 +69,7 @@ def _is_root(path: str) -> str:
 
 
 Size = Annotated[ByteSize, Field(ge=0)]
+Count = Annotated[int, Field(ge=1)]
 RootPath = Annotated[str, AfterValidator(_is_root)]
 Keys = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split_keys), AfterValidator(_are_printable)]
 Origins = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split), AfterValidator(_are_origins)]

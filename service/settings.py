@@ -9,16 +9,15 @@ from typing import Any, Literal
 from pydantic import ByteSize, Field, ValidationError, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
 
-from service.engine.ipc.config import EngineOptions
+from service.engine.ipc.config import MIB, EngineOptions
 from service.machine import usual_connections, usual_queue
-from service.setting_types import Addresses, Keys, OpenPaths, Origins, RootPath, Size
+from service.setting_types import Addresses, Count, Keys, OpenPaths, Origins, RootPath, Size
 
-MIB = 2**20
-_BUNDLED = Path(__file__).resolve().parent / "bundled"
-BUNDLED_MODEL_DIR = _BUNDLED / "base"
-BUNDLED_ADAPTERS_DIR = _BUNDLED / "adapters"
+BUNDLED_MODEL_DIR = Path(__file__).resolve().parent / "bundled" / "base"
+BUNDLED_ADAPTERS_DIR = BUNDLED_MODEL_DIR.parent / "adapters"
 
-_KEY_FIELDS = ("api_keys", "admin_api_keys")
+# Settings that the engine's options call otherwise.
+_ENGINE_NAMES = {"adapter_row_bytes": "row_bytes", "adapter_side_bytes": "side_bytes"}
 
 
 class SettingsError(ValueError):
@@ -33,7 +32,7 @@ class _KeyVariables(EnvSettingsSource):
 
     def __call__(self) -> dict[str, Any]:
         """The values by the fields' names."""
-        return {name: value for name, value in super().__call__().items() if name in _KEY_FIELDS}
+        return {name: value for name, value in super().__call__().items() if name.endswith("api_keys")}
 
 
 class Settings(BaseSettings):
@@ -110,33 +109,28 @@ class Settings(BaseSettings):
         "(temperature, top_p, top_k, min_p, repetition_penalty); openai: temperature 1 and nothing else. End tokens "
         "are the model's either way",
     )
-    num_threads: int | None = Field(
+    num_threads: Count | None = Field(
         None,
-        ge=1,
         description="number of CPU threads of the engine; default: the number with the fastest decode step at the "
         "start, within the cores and the quota",
     )
-    max_model_len_tokens: int | None = Field(
+    max_model_len_tokens: Count | None = Field(
         None,
-        ge=1,
         description="largest number of tokens of one request, prompt and output; default and maximum: the model's own "
         "limit (with linear RoPE scaling that times its factor)",
     )
-    token_budget: int | None = Field(
+    token_budget: Count | None = Field(
         None,
-        ge=1,
         description="largest number of tokens in one step, prefill and decode together; default: 8192 on a GPU, 2048 "
         "on an NPU, 256 on a CPU, less on a device with little memory",
     )
-    max_sequences: int | None = Field(
+    max_sequences: Count | None = Field(
         None,
-        ge=1,
         description="largest number of sequences that run at the same time; default: 256, on a CPU 64, and fewer "
         "where their states would take more than half of the free memory",
     )
-    block_size_tokens: int | None = Field(
+    block_size_tokens: Count | None = Field(
         None,
-        ge=1,
         description="number of tokens per KV block; default: 16, on an NPU 128, whose fused attention takes multiples "
         "of that",
     )
@@ -192,15 +186,13 @@ class Settings(BaseSettings):
     )
     host_tier_bytes: Size = Field(ByteSize(512 * MIB), description="size of the adapters in host memory")
 
-    max_queued_requests: int = Field(
+    max_queued_requests: Count = Field(
         default_factory=usual_queue,
-        ge=1,
         description="largest number of sequences of one client that wait or run; several clients have as many each as "
         "they leave free of twice as many; beyond it requests get 429; default: one for 8 MiB of memory, 512 to 4096",
     )
-    max_connections: int = Field(
+    max_connections: Count = Field(
         default_factory=usual_connections,
-        ge=1,
         description="largest number of open connections; a tenant, and an address other than this machine's own and "
         "trusted-proxies, may have half of them; others get 429 at once; default: one for 4 MiB of memory, 1024 to "
         "16384",
@@ -210,14 +202,14 @@ class Settings(BaseSettings):
         description="proxies before this server, as addresses or networks separated by commas: their X-Forwarded-For "
         "names the client, and their connections are not limited by address; default: none",
     )
-    max_batch_items: int = Field(256, ge=1, description="largest number of items of one POST /v1/completions/batch")
+    max_batch_items: Count = Field(256, description="largest number of items of one POST /v1/completions/batch")
     max_logprobs: int = Field(
         20,
         ge=-1,
         description="largest number of alternatives of a token in `logprobs`, `top_logprobs`, `prompt_logprobs`; -1: "
         "all tokens",
     )
-    max_choices: int = Field(16, ge=1, description="largest `n` of a request")
+    max_choices: Count = Field(16, description="largest `n` of a request")
     max_body_bytes: Size = Field(
         ByteSize(4 * MIB),
         description="largest size of a JSON request body; large batches and lists of token ids may need more",
@@ -230,8 +222,8 @@ class Settings(BaseSettings):
     max_upload_bytes: Size = Field(
         ByteSize(2048 * MIB), description="largest size of an adapter upload, packed and unpacked"
     )
-    max_versions: int = Field(
-        8, ge=1, description="number of stored versions of an adapter, the current one included; the oldest are deleted"
+    max_versions: Count = Field(
+        8, description="number of stored versions of an adapter, the current one included; the oldest are deleted"
     )
     max_version_bytes: Size = Field(
         ByteSize(1024 * MIB),
@@ -282,7 +274,6 @@ class Settings(BaseSettings):
         description="those of /docs, /openapi.json, /version and /metrics that need no key where keys are set, "
         "separated by commas; `none` for no path",
     )
-
     cors_origins: Origins = Field(
         (),
         description="origins of web pages that may call this server from a browser, such as https://ui.example, "
@@ -386,38 +377,15 @@ class Settings(BaseSettings):
 
     def engine_options(self) -> EngineOptions:
         """Options of the engine process. SettingsError if the engine's sizes do not fit together."""
+        own: dict[str, Any] = {
+            _ENGINE_NAMES.get(name, name): int(value) if isinstance(value, ByteSize) else value for name, value in self
+        }
+        own |= {"model_dir": str(self.model_dir.absolute()), "store_root": str(self.store_root)}
+        own["log_level"] = self.log_level.upper()
         try:
-            return EngineOptions(
-                model_dir=str(self.model_dir.absolute()),
-                store_root=str(self.store_root),
-                dtype=self.dtype,
-                weights=self.weights,
-                device=self.device,
-                token_budget=self.token_budget,
-                max_sequences=self.max_sequences,
-                max_model_len_tokens=self.max_model_len_tokens,
-                block_size_tokens=self.block_size_tokens,
-                kv_bytes=_plain(self.kv_bytes),
-                state_bytes=_plain(self.state_bytes),
-                state_cache_bytes=_plain(self.state_cache_bytes),
-                row_bytes=_plain(self.adapter_row_bytes),
-                side_bytes=_plain(self.adapter_side_bytes),
-                host_tier_bytes=int(self.host_tier_bytes),
-                num_threads=self.num_threads,
-                prefix_cache=self.prefix_cache,
-                prefix_cache_scope=self.prefix_cache_scope,
-                eager=self.eager,
-                lora_window=self.lora_window,
-                npu_graphs=self.npu_graphs,
-                log_level=self.log_level.upper(),
-                log_format=self.log_format,
-            )
+            return EngineOptions(**{name: own[name] for name in EngineOptions.__struct_fields__ if name in own})
         except ValueError as error:
             raise SettingsError(str(error)) from error
-
-
-def _plain(size: ByteSize | None) -> int | None:
-    return None if size is None else int(size)
 
 
 def load_settings(**given: Any) -> Settings:
