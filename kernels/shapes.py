@@ -18,13 +18,15 @@ class ProbeShapes:
     intermediate_size  width of the feed-forward layers
     sliding_window     smallest window of any attention layer, None without windows
     score_cap          of all attention layers; None without
+    has_sinks          attention has a sink for each query head
     conv_width         taps of the short convolution; 0: the model has none, so its op is not probed
     conv_size          its channels, where it is followed by silu and not gated; None: hidden_size, and gated
     delta              num_key_heads, num_value_heads, key_dim and value_dim of the gated delta rule; None: not probed
     experts            number of experts, how many a token has, and their width; None: not probed
+    has_expert_biases  experts add a bias behind each of their products
     rotary_dim         elements of a head that are turned; None: all
     has_output_gate    behind each query head of the projection stands a gate
-    activation         of the feed-forward layers' gates
+    activation         of the gates of feed-forward layers and experts
     exact_norms        weights of norms are float32 whatever the dtype
     block_size         tokens per KV block
     num_blocks         KV blocks of a layer's cache; a probe uses a few
@@ -45,10 +47,12 @@ class ProbeShapes:
     exact_norms: bool = False
     sliding_window: int | None = None
     score_cap: float | None = None
+    has_sinks: bool = False
     conv_width: int = 3
     conv_size: int | None = None
     delta: tuple[int, int, int, int] | None = (2, 4, 16, 32)
     experts: tuple[int, int, int] | None = (6, 2, 48)
+    has_expert_biases: bool = False
     block_size: int = 16
     num_blocks: int = 64
     max_sequences: int = 64

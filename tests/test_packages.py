@@ -127,7 +127,7 @@ LAYERS: dict[str, dict[str, str]] = {
         "swiglu": "activation contract platform triton_launch",
         "ascend_relaunch": "ascend_runtime",
         "causal_conv1d": "ascend_runtime contract platform query_starts triton_launch",
-        "experts": "contract linear platform shapes swiglu triton_launch",
+        "experts": "activation contract linear platform shapes swiglu triton_launch",
         "gated_delta": "ascend_relaunch causal_conv1d contract platform shapes triton_launch",
         "lora": "arrays ascend_relaunch ascend_runtime contract platform triton_launch",
         "rotary_kv": "ascend_relaunch contract paged_attention platform shapes triton_launch",

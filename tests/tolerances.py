@@ -34,6 +34,7 @@ _OF_FAMILY: dict[tuple[str, torch.dtype], tuple[float, float]] = {
     ("qwen3_5_text", torch.bfloat16): (0.98, 9e-2),
     # A token next to the border between two experts goes to the other one (transformers' own distance: 3.06, 0.186).
     ("qwen3_5_moe_text", torch.bfloat16): (6.1, 0.37),
+    ("gpt_oss", torch.bfloat16): (1.4, 0.12),  # the same (0.69, 0.059)
     ("glm4_moe", torch.bfloat16): (2.3, 0.12),  # the same (1.17, 0.059)
 }
 

@@ -3,12 +3,14 @@ device's own base projection. Waits for the device to learn which these are."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from kernels.contract import Contract
 from kernels.experts.ops import PackedExperts
-from kernels.experts.pairs import by_expert, summed
-from kernels.linear.ops import linear, pack_weight
+from kernels.experts.pairs import add_biases, by_expert, summed
+from kernels.linear.ops import PackedWeight, linear, pack_weight
 from kernels.swiglu.ops import swiglu
 
 CONTRACT = Contract()
@@ -26,11 +28,19 @@ def experts(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, packed
     """See `ops.experts`."""
     in_order, order, rows = by_expert(x, chosen)
     counts = torch.bincount(in_order, minlength=packed.num_experts).tolist()
-    out = torch.empty_like(rows)
-    start = 0
-    for gate_up, down, num in zip(packed.gate_up, packed.down, counts, strict=True):
-        if num:
-            here = slice(start, start + num)
-            out[here] = linear(swiglu(linear(rows[here], gate_up)), down)
-            start += num
+    gate_up = _multiply(rows, packed.gate_up, counts)
+    add_biases(gate_up, packed.biases, 0, in_order)
+    out = _multiply(swiglu(gate_up, packed.activation), packed.down, counts)
+    add_biases(out, packed.biases, 1, in_order)
     return summed(out, order, weights)
+
+
+def _multiply(rows: torch.Tensor, weights: Sequence[PackedWeight], counts: Sequence[int]) -> torch.Tensor:
+    """The rows of each expert, which follow one another, by its weight."""
+    out = rows.new_empty(len(rows), weights[0].out_features)
+    start = 0
+    for weight, num in zip(weights, counts, strict=True):
+        if num:
+            out[start : start + num] = linear(rows[start : start + num], weight)
+            start += num
+    return out

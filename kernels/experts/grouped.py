@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from kernels.contract import Contract
 from kernels.experts.ops import PackedExperts
-from kernels.experts.pairs import by_expert, summed
+from kernels.experts.pairs import add_biases, by_expert, summed
 from kernels.shapes import ProbeShapes
 from kernels.swiglu.ops import swiglu
 from kernels.triton_launch import HOPPER
@@ -32,7 +32,9 @@ def experts(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, packed
     each = torch.arange(packed.num_experts, device=x.device)
     ends = torch.searchsorted(in_order, each, right=True).to(torch.int32)
     gate_up = functional.grouped_mm(rows, packed.gate_up.transpose(1, 2), offs=ends)
-    out = functional.grouped_mm(swiglu(gate_up), packed.down.transpose(1, 2), offs=ends)
+    add_biases(gate_up, packed.biases, 0, in_order)
+    out = functional.grouped_mm(swiglu(gate_up, packed.activation), packed.down.transpose(1, 2), offs=ends)
+    add_biases(out, packed.biases, 1, in_order)
     return summed(out, order, weights)
 
 

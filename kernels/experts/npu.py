@@ -33,6 +33,7 @@ def pack_experts(gate_up: torch.Tensor, down: torch.Tensor) -> PackedExperts:
 
 def experts(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, packed: PackedExperts) -> torch.Tensor:
     """See `ops.experts`."""
+    assert packed.biases is None, "experts have no biases"
     rows, places, counts, _ = torch_npu.npu_moe_init_routing_v2(
         x,
         chosen.to(torch.int32),
@@ -43,7 +44,7 @@ def experts(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, packed
         active_expert_range=[0, packed.num_experts],
         quant_mode=_NOT_QUANTISED,
     )
-    out = _multiply(swiglu(_multiply(rows, packed.gate_up, counts)), packed.down, counts)
+    out = _multiply(swiglu(_multiply(rows, packed.gate_up, counts), packed.activation), packed.down, counts)
     # places: of each pair, token by token, its row among those that are sorted by expert.
     by_token = out.index_select(0, places).unflatten(0, weights.shape)
     return (weights.unsqueeze(1) @ by_token).squeeze(1)
@@ -65,6 +66,8 @@ def _multiply(rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor) -
 def _refuses(shapes: ProbeShapes) -> str | None:
     if shapes.experts is None:
         return None
+    if shapes.has_expert_biases:
+        return "it adds no biases of experts"
     num_experts, _, size = shapes.experts
     if num_experts > _MAX_EXPERTS:
         return f"it takes at most {_MAX_EXPERTS} experts, not {num_experts}"

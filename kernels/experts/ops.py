@@ -2,7 +2,7 @@
 
 route    probabilities = softmax(logits) or sigmoid(logits), the experts with the largest ones, for each token
 experts  out[t] = sum over j of weights[t, j] * mlp(x[t], chosen[t, j])
-         mlp(x, e) = down[e] @ (silu(gate[e] @ x) * (up[e] @ x))
+         mlp(x, e) = down[e] @ act(gate[e] @ x, up[e] @ x), with a bias behind each product where experts have them
 
 Tokens do not see each other: what a row of padding holds, NaN say, harms no other.
 """
@@ -10,12 +10,13 @@ Tokens do not see each other: what a row of padding holds, NaN say, harms no oth
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from kernels.activation import Activation
 from kernels.platform import in_use
 
 
@@ -26,6 +27,8 @@ class PackedExperts:
     gate_up, down   in the implementation's own form
     dtype           of inputs and outputs
     size            width between the two products
+    activation      of the gate, as in `kernels.swiglu.ops`
+    biases          [num_experts, 2 * size] of gate_up and [num_experts, hidden_size] of down, in dtype; None: none
     nbytes          memory held
     """
 
@@ -37,17 +40,32 @@ class PackedExperts:
     size: int
     implementation: str
     nbytes: int
+    activation: Activation = "silu"
+    biases: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
-def pack_experts(gate_up: torch.Tensor, down: torch.Tensor) -> PackedExperts:
+def pack_experts(
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    *,
+    biases: tuple[torch.Tensor, torch.Tensor] | None = None,
+    activation: Activation = "silu",
+) -> PackedExperts:
     """Pack gate_up [num_experts, 2 * size, hidden_size], gate before up, and down [num_experts, hidden_size,
-    size], both contiguous, of one dtype. Takes them over: what the device multiplies as it is, is not copied."""
+    size], both contiguous, of one dtype. Takes them over: what the device multiplies as it is, is not copied.
+
+    biases, activation  as in `PackedExperts`
+    """
     num_experts, double_size, hidden_size = gate_up.shape
     assert down.shape == (num_experts, hidden_size, double_size // 2) and double_size % 2 == 0, "the weights do not fit"
     assert gate_up.dtype == down.dtype, "the weights are of one dtype"
     assert gate_up.is_contiguous() and down.is_contiguous(), "the weights are contiguous"
     packed: PackedExperts = _module(in_use(gate_up.device).implementations["experts"]).pack_experts(gate_up, down)
-    return packed
+    if biases is None:
+        return replace(packed, activation=activation)
+    assert biases[0].shape == gate_up.shape[:2] and biases[1].shape == down.shape[:2], "the biases do not fit"
+    nbytes = packed.nbytes + sum(bias.nbytes for bias in biases)
+    return replace(packed, activation=activation, biases=biases, nbytes=nbytes)
 
 
 def route(

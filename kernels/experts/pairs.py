@@ -12,6 +12,17 @@ def by_expert(x: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, torc
     return in_order, order, x.index_select(0, order // chosen.shape[1])
 
 
+def add_biases(
+    product: torch.Tensor, biases: tuple[torch.Tensor, torch.Tensor] | None, which: int, in_order: torch.Tensor
+) -> None:
+    """Add to each pair's row of product [pairs, columns] the bias of its expert, in place.
+
+    which  0: of gate and up; 1: of down
+    """
+    if biases is not None:
+        product.add_(biases[which].index_select(0, in_order))
+
+
 def summed(out: torch.Tensor, order: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """The weighted sum over each token's experts, always in one order; out [pairs, hidden_size] in the order of the
     experts, weights [tokens, num_chosen]."""

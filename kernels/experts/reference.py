@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-from torch.nn import functional
 
 from kernels.contract import Contract
 from kernels.experts.ops import PackedExperts
+from kernels.swiglu.reference import swiglu
 
 CONTRACT = Contract()
 
@@ -23,6 +23,11 @@ def experts(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, packed
     out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
     for token, (experts_of, weights_of) in enumerate(zip(chosen.tolist(), weights.double(), strict=True)):
         for expert, weight in zip(experts_of, weights_of, strict=True):
-            gate, up = (packed.gate_up[expert].double() @ x[token].double()).chunk(2)
-            out[token] += weight * (packed.down[expert].double() @ (functional.silu(gate) * up))
+            gate_up = packed.gate_up[expert].double() @ x[token].double()
+            if packed.biases is not None:
+                gate_up += packed.biases[0][expert].double()
+            product = packed.down[expert].double() @ swiglu(gate_up[None], packed.activation)[0]
+            if packed.biases is not None:
+                product += packed.biases[1][expert].double()
+            out[token] += weight * product
     return out.to(x.dtype)

@@ -31,6 +31,7 @@ def paged_attention(
     scale: float,
     sliding_window: int | None,
     score_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
     out: torch.Tensor,
 ) -> None:
     """See `ops.paged_attention`; writes the rows of all sequences' tokens."""
@@ -53,7 +54,7 @@ def paged_attention(
             rows = slice(start + tile, start + tile + size) if last - first == 1 else slice(start, end)
             tile_q = grouped_q[rows].view(last - first, size, *grouped_q.shape[1:]).float()
             positions = (lens - num_queries + tile)[:, None] + torch.arange(size, device=q.device)
-            mixed = _attend(tile_q, keys, values, positions, scale, sliding_window, score_cap)
+            mixed = _attend(tile_q, keys, values, positions, scale, sliding_window, score_cap, sinks)
             grouped_out[rows].copy_(mixed.reshape(grouped_out[rows].shape))
 
 
@@ -93,6 +94,7 @@ def _attend(
     scale: float,
     sliding_window: int | None,
     score_cap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention of float32 q [sequences, queries, kv_heads, groups, head_dim] at int64 positions [sequences, queries];
     returns a fresh tensor.
@@ -110,5 +112,9 @@ def _attend(
     scores = torch.einsum("sqkgd,slkd->sqkgl", q, keys).mul_(scale)
     if score_cap is not None:
         scores = scores.div_(score_cap).tanh_().mul_(score_cap)
-    weights = scores.masked_fill_(~visible[:, :, None, None], -torch.inf).softmax(-1)
+    scores.masked_fill_(~visible[:, :, None, None], -torch.inf)
+    if sinks is not None:
+        sinks = sinks.view(*scores.shape[2:4], 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, sinks), dim=-1)
+    weights = scores.softmax(-1)[..., : keys.shape[1]]
     return torch.einsum("sqkgl,slkd->sqkgd", weights, values)

@@ -46,6 +46,8 @@ def refuses(shapes: ProbeShapes) -> str | None:
     num_blocks, block_size, max_sequences = shapes.num_blocks, shapes.block_size, shapes.max_sequences
     if shapes.score_cap is not None:
         return "it does not cap scores"
+    if shapes.has_sinks:
+        return "it has no attention sinks"
     if shapes.torch_dtype not in DTYPES:
         return f"it computes in 16 bits, not in {shapes.dtype}"
     if head_dim not in _HEAD_DIMS:
@@ -91,10 +93,11 @@ def paged_attention(
     scale: float,
     sliding_window: int | None,
     score_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
     out: torch.Tensor,
 ) -> None:
     """See `ops.paged_attention`; writes all of `out`. What `refuses` names must have been kept away."""
-    assert score_cap is None, "scores are not capped"
+    assert score_cap is None and sinks is None, "scores are not capped, and have no sinks"
     flat_shape = (*k_cache.shape[:2], k_cache.shape[2] * k_cache.shape[3])
     attend(q, k_cache.view(flat_shape), v_cache.view(flat_shape), k_cache.shape, maps, scale, sliding_window, out)
 

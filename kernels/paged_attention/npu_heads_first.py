@@ -22,10 +22,11 @@ def paged_attention(
     scale: float,
     sliding_window: int | None,
     score_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
     out: torch.Tensor,
 ) -> None:
     """See `ops.paged_attention`; writes all of `out`. What `npu.refuses` names must have been kept away."""
-    assert score_cap is None, "scores are not capped"
+    assert score_cap is None and sinks is None, "scores are not capped, and have no sinks"
     keys, values = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
     assert keys.is_contiguous(), "the caches lie head by head"
     npu.attend(q, keys, values, k_cache.shape, maps, scale, sliding_window, out)

@@ -19,6 +19,7 @@ def paged_attention(
     scale: float,
     sliding_window: int | None,
     score_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
     out: torch.Tensor,
 ) -> None:
     """See `ops.paged_attention`; writes all of `out`."""
@@ -37,5 +38,7 @@ def paged_attention(
             scores = scale * k @ q[token].double().unsqueeze(-1)
             if score_cap is not None:
                 scores = score_cap * torch.tanh(scores / score_cap)
-            weights = torch.softmax(scores, dim=1)
+            if sinks is not None:
+                scores = torch.cat((scores, sinks.double()[:, None, None]), dim=1)
+            weights = torch.softmax(scores, dim=1)[:, : len(positions)]
             out[token] = (weights * v).sum(dim=1).to(out.dtype)

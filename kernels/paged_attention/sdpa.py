@@ -28,6 +28,7 @@ def paged_attention(
     scale: float,
     sliding_window: int | None,
     score_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
     out: torch.Tensor,
 ) -> None:
     """See `ops.paged_attention`; writes all of `out`."""
@@ -45,8 +46,8 @@ def paged_attention(
             k = positions_of(k_cache, blocks, first, last)
             v = positions_of(v_cache, blocks, first, last)
             tile_q, tile_out = grouped_q[tile_start:tile_end], grouped_out[tile_start:tile_end]
-            if score_cap is not None:
-                _attend_capped(tile_q, k, v, tile_out, scale, sliding_window, score_cap)
+            if score_cap is not None or sinks is not None:
+                _attend_plainly(tile_q, k, v, tile_out, scale, sliding_window, score_cap, sinks)
             elif tile_end - tile_start == 1:
                 tile_out.copy_(functional.scaled_dot_product_attention(tile_q, k, v, scale=scale))
             else:
@@ -68,27 +69,33 @@ def _attend_tile(
     out.copy_(mixed.view(kv_heads, groups, num_queries, head_dim).permute(2, 0, 1, 3))
 
 
-def _attend_capped(
+def _attend_plainly(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     out: torch.Tensor,
     scale: float,
     sliding_window: int | None,
-    score_cap: float,
+    score_cap: float | None,
+    sinks: torch.Tensor | None,
 ) -> None:
-    """As `_attend_tile`, with caps, which torch's fused attention does not know: the products one by one, in float32.
+    """As `_attend_tile`, with caps and sinks, which torch's fused attention does not know: the products one by one, in
+    float32.
 
     Half the keys of a chunk are multiplied for nothing, and its scores lie in memory, which a tile bounds.
     """
     num_queries, kv_heads, groups, head_dim = q.shape
     keys, values = k[0].float(), v[0].float()
     folded_q = q.permute(1, 2, 0, 3).reshape(kv_heads, groups * num_queries, head_dim).float()
-    scores = torch.matmul(folded_q, keys.transpose(1, 2)).mul_(scale / score_cap).tanh_().mul_(score_cap)
+    scores = torch.matmul(folded_q, keys.transpose(1, 2)).mul_(scale)
+    if score_cap is not None:
+        scores = scores.div_(score_cap).tanh_().mul_(score_cap)
     if num_queries > 1:
         hidden = _hidden(num_queries, keys.shape[1], sliding_window, q.device)
         scores.view(kv_heads, groups, num_queries, -1).masked_fill_(hidden, -torch.inf)
-    mixed = torch.matmul(scores.softmax(-1), values)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.view(kv_heads, groups, 1).repeat_interleave(num_queries, 1)), dim=-1)
+    mixed = torch.matmul(scores.softmax(-1)[..., : keys.shape[1]], values)
     out.copy_(mixed.view(kv_heads, groups, num_queries, head_dim).permute(2, 0, 1, 3))
 
 

@@ -41,6 +41,7 @@ def paged_attention(
     scale: float,
     sliding_window: int | None,
     score_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
     out: torch.Tensor,
     plan: LaunchPlan | None = None,
 ) -> None:
@@ -83,6 +84,7 @@ def paged_attention(
         # For a capped score the kernel computes exp(2 * score / cap) first; base 2 comes with the cap.
         scale * _LOG2_E if score_cap is None else 2.0 * scale * _LOG2_E / score_cap,
         0.0 if score_cap is None else score_cap * _LOG2_E,
+        sinks,
         KV_HEADS=kv_heads,
         GROUPS=groups,
         HEAD_DIM=head_dim,
@@ -93,6 +95,7 @@ def paged_attention(
         STAGES=tile.stages,
         HAS_WINDOW=sliding_window is not None,
         HAS_CAP=score_cap is not None,
+        HAS_SINKS=sinks is not None,
         SPLIT=is_split,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         num_warps=tile.num_warps,
@@ -104,13 +107,19 @@ def paged_attention(
 
 
 def warm_up(
-    k_cache: torch.Tensor, num_heads: int, *, sliding_window: int | None, score_cap: float | None = None
+    k_cache: torch.Tensor,
+    num_heads: int,
+    *,
+    sliding_window: int | None,
+    score_cap: float | None = None,
+    has_sinks: bool = False,
 ) -> None:
     """See `ops.warm_up`. The workspace is allocated too, so that steps can be captured afterwards."""
     _, block_size, kv_heads, head_dim = k_cache.shape
     platform = in_use(k_cache.device)
     heads = Heads(num_heads, kv_heads, head_dim, k_cache.element_size(), sliding_window)
     queries = k_cache.new_zeros(2, num_heads, head_dim)
+    sinks = torch.zeros(num_heads, device=k_cache.device) if has_sinks else None
     zeros = torch.zeros(3, dtype=torch.int32, device=k_cache.device)
     for num_tokens in (1, 2):  # of one sequence: the two kinds of tile
         tile = plan_for(platform, heads, num_tokens, 1, block_size, is_decode=True).tile
@@ -134,6 +143,7 @@ def warm_up(
                 scale=1.0,
                 sliding_window=sliding_window,
                 score_cap=score_cap,
+                sinks=sinks,
                 out=out,
                 plan=plan,
             )

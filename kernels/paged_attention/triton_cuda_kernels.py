@@ -138,6 +138,7 @@ def paged_attention_kernel(
     q_stride,
     scale,  # times log2(e); HAS_CAP: times 2 * log2(e) / the cap
     cap,  # of the scores, times log2(e)
+    sinks_ptr,  # HAS_SINKS: float32 [KV_HEADS * GROUPS]
     KV_HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -148,6 +149,7 @@ def paged_attention_kernel(
     STAGES: tl.constexpr,
     HAS_WINDOW: tl.constexpr,
     HAS_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -198,6 +200,10 @@ def paged_attention_kernel(
     mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
+    if HAS_SINKS:
+        # As a key of the first split whose value is 0.
+        row_max = tl.where(split == 0, tl.load(sinks_ptr + head) * 1.4426950408889634, row_max)
+        row_sum = tl.where(split == 0, 1.0, row_sum)
     # Keys are found through pages, which Triton fetches as many stages ahead again.
     for full in tl.range(full_block, end_full, num_stages=2 * STAGES + 1):
         mixed, row_max, row_sum = _attend(

@@ -14,7 +14,9 @@ def swiglu(gate_up: torch.Tensor, activation: Activation = "silu") -> torch.Tens
     gate_up  [tokens, 2 * size], unit stride along the columns, any stride between tokens; read only. Rows of padding
              may hold anything
     activation  silu(x) = x / (1 + exp(-x)), or gelu by its approximation with tanh (Hendrycks and Gimpel, 2016):
-             gelu_tanh(x) = x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x ** 3)))
+             gelu_tanh(x) = x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x ** 3)));
+             "clamped", of gpt-oss: with gate at most 7 and up within [-7, 7],
+             gate / (1 + exp(-1.702 * gate)) * (up + 1)
     """
     assert gate_up.dim() == 2 and gate_up.shape[1] % 2 == 0, "gate_up is [tokens, 2 * size]"
     assert gate_up.stride(1) == 1, "gate_up has unit stride along its columns"

@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels import triton_launch
-from kernels.activation import Activation
+from kernels.activation import CLAMP, CLAMPED_SLOPE, Activation
 from kernels.contract import Contract
 
 # Columns of a program: 16 bytes for each thread, and many programs where tokens are few.
@@ -25,7 +25,9 @@ def swiglu_kernel(
     stride,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    IS_GELU: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    CLAMP: tl.constexpr,
+    SLOPE: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
     """Grid (tokens, blocks of columns)."""
@@ -39,8 +41,14 @@ def swiglu_kernel(
     up = tl.load(gate_up_ptr + SIZE, mask=mask, other=0.0).to(tl.float32)
     if DEPENDENT_LAUNCH:
         gdc_launch_dependents()
-    # gelu by tanh is x * sigmoid(2 * its argument), since (1 + tanh(y)) / 2 = sigmoid(2 y).
-    inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if IS_GELU else gate
+    inner = gate
+    if ACTIVATION == "gelu_tanh":
+        # x * sigmoid(2 * its argument), since (1 + tanh(y)) / 2 = sigmoid(2 y)
+        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    if ACTIVATION == "clamped":
+        gate = tl.minimum(gate, CLAMP)
+        up = tl.minimum(tl.maximum(up, -CLAMP), CLAMP) + 1.0
+        inner = SLOPE * gate
     out = gate / (1.0 + tl.exp(-inner)) * up
     tl.store(out_ptr + row * SIZE + column, out.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -56,7 +64,9 @@ def swiglu(gate_up: torch.Tensor, activation: Activation = "silu") -> torch.Tens
         gate_up.stride(0),
         SIZE=size,
         BLOCK=block,
-        IS_GELU=activation == "gelu_tanh",
+        ACTIVATION=activation,
+        CLAMP=CLAMP,
+        SLOPE=CLAMPED_SLOPE,
         DEPENDENT_LAUNCH=triton_launch.launches_dependently(gate_up.device),
         num_warps=4,
         **triton_launch.launch_options(gate_up.device),

@@ -41,6 +41,7 @@ def test_slices_are_exactly_the_linear_and_embedding_modules(family: str) -> Non
         if isinstance(module, torch.nn.Linear | torch.nn.Embedding)
     }
     layout = layout_of(config_of(family))
+    modules |= {name: tuple(model.get_submodule(name).weight.shape) for name in layout.routers}
     found = {}
     for projection in layout.projections:
         for piece in projection.slices:

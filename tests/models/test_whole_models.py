@@ -264,9 +264,11 @@ def assert_transformers_reads_the_same(config: dict[str, Any]) -> None:
         for module, layer in model.named_modules()
         if isinstance(layer, torch.nn.Linear) and "vis" not in module and "projector" not in module
     }
+    layout = layout_of(config)
+    expected |= {name: tuple(model.get_submodule(name).weight.shape) for name in layout.routers}
     found = {
         piece.module: (piece.out_features, projection.in_features)
-        for projection in layout_of(config).projections
+        for projection in layout.projections
         for piece in projection.slices
         if projection.kind == "linear"
     }

@@ -257,7 +257,7 @@ def test_a_step_of_padding_writes_nothing(device: str) -> None:
 @TOKENS
 @BEHIND
 @pytest.mark.parametrize("size", [48, 1100])
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "clamped"])
 def test_swiglu_equals_float64(
     activation: Activation, size: int, num_behind: int, num_tokens: int, dtype: torch.dtype, device: str
 ) -> None:
@@ -267,7 +267,11 @@ def test_swiglu_equals_float64(
     found = swiglu(rows, activation)
     gate, up = gate_up.double().chunk(2, dim=1)
     assert found.is_contiguous() and found.shape == (num_tokens + 1, size)
-    gated = gate * gate.sigmoid() if activation == "silu" else functional.gelu(gate, approximate="tanh")
+    if activation == "clamped":
+        gate, up = gate.clamp(max=7), up.clamp(-7, 7) + 1
+        gated = gate * (1.702 * gate).sigmoid()
+    else:
+        gated = gate * gate.sigmoid() if activation == "silu" else functional.gelu(gate, approximate="tanh")
     assert_close(found[:-1], gated * up)
     assert torch.equal(rows[:-1], gate_up)
 

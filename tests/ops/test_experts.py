@@ -70,6 +70,37 @@ def test_each_token_has_the_weighted_sum_of_its_experts(
     assert all(torch.equal(tensor.nan_to_num(7), was.nan_to_num(7)) for tensor, was in after)
 
 
+@pytest.mark.usefixtures("serving")
+@DTYPES
+def test_biases_and_the_clamped_gate_of_experts(dtype: torch.dtype, device: str) -> None:
+    num_experts, _, hidden_size, size = SIZES[0]
+    gate_up, down = make_weights(SIZES[0], dtype, device)
+    gate_up *= 5  # so that some are clamped
+    generator = torch.Generator().manual_seed(4)
+    biases = tuple(torch.randn(num_experts, n, generator=generator).to(device, dtype) for n in (2 * size, hidden_size))
+    x, chosen, shares = make_tokens(SIZES[0], 9, dtype, device)
+    found = experts(x, chosen, shares, pack_experts(gate_up, down, biases=biases, activation="clamped"))
+    expected = torch.zeros(x.shape, dtype=torch.float64)
+    for token, (of_token, weights) in enumerate(zip(chosen.tolist(), shares.double().cpu(), strict=True)):
+        for expert, weight in zip(of_token, weights, strict=True):
+            gate, up = (gate_up[expert] @ x[token] + biases[0][expert]).double().cpu().chunk(2)
+            gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+            gated = gate * torch.sigmoid(1.702 * gate) * (up + 1)
+            expected[token] += weight * (down[expert].double().cpu() @ gated + biases[1][expert].double().cpu())
+    absolute, relative = OP[dtype]
+    scale = float(expected.abs().max())
+    torch.testing.assert_close(found.double().cpu(), expected, atol=2 * scale * absolute, rtol=2 * relative)
+
+
+def test_corrections_move_the_choice_alone() -> None:
+    logits, correction = torch.tensor([[0.0, 2.0, 1.0]]), torch.tensor([9.0, 0.0, 0.5])
+    chosen, weights = route(logits, 2, normalises=False, correction=correction, scale=2.0)
+    assert chosen.tolist() == [[0, 2]]
+    torch.testing.assert_close(weights, 2 * torch.sigmoid(logits[:, [0, 2]]))
+    _, normalised = route(logits, 2, normalises=True, correction=correction, scale=2.0)
+    torch.testing.assert_close(normalised.sum(), torch.tensor(2.0))
+
+
 def test_routing_is_that_of_the_largest_probabilities() -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, -1.0, 3.5]])
     probabilities = torch.softmax(logits.double(), 1)

@@ -6,6 +6,7 @@ Runs the implementation of the device that `--device` names.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -64,6 +65,27 @@ def test_capped_scores_equal_float64(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sliding_window", [None, 6])
+@pytest.mark.parametrize("score_cap", [None, 0.7])
+@pytest.mark.parametrize("step", ["decode", "chunks-and-decode", "several-tiles"])
+def test_sinks_equal_float64(
+    dtype: torch.dtype, sliding_window: int | None, score_cap: float | None, step: str, device: str
+) -> None:
+    case = Case(STEPS[step], 6, 2, 20, 4, dtype, sliding_window, score_cap, has_sinks=True)
+    check(case, device, attend)
+    check(case, device, attend_gathered)
+    without = float64_truth(replace(make_step(case), sinks=None))
+    assert (float64_truth(make_step(case)) - without).abs().max() > 0.01
+
+
+def attend_gathered(step: Step, out: torch.Tensor, *, heads_first: bool = False) -> None:
+    maps = replace(step.maps, block_tables=())
+    caches = [made(cache.new_empty, tuple(cache.shape), heads_first=heads_first).copy_(cache)
+              for cache in (step.k_cache, step.v_cache)]  # fmt: skip
+    gathered.paged_attention(step.q, *caches, maps, scale=SCALE, **step.options, out=out)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("sliding_window", [None, 1, 6, 150])
 @pytest.mark.parametrize("score_cap", [None, 0.7])
 @pytest.mark.parametrize("max_bytes", [gathered.MAX_BYTES, 1], ids=["together", "one-by-one"])
@@ -81,14 +103,8 @@ def test_gathered_equals_float64(
 ) -> None:
     """The fallback of an NPU, which looks up no block by a list of the host's."""
     monkeypatch.setattr(gathered, "MAX_BYTES", max_bytes)
-
-    def attend_gathered(step: Step, out: torch.Tensor) -> None:
-        maps = replace(step.maps, block_tables=())
-        caches = [made(cache.new_empty, tuple(cache.shape), heads_first=heads_first).copy_(cache)
-                  for cache in (step.k_cache, step.v_cache)]  # fmt: skip
-        gathered.paged_attention(step.q, *caches, maps, scale=SCALE, **step.options, out=out)
-
-    check(Case(STEPS[step], 6, 2, 20, 4, dtype, sliding_window, score_cap), device, attend_gathered)
+    attend = partial(attend_gathered, heads_first=heads_first)
+    check(Case(STEPS[step], 6, 2, 20, 4, dtype, sliding_window, score_cap), device, attend)
 
 
 def test_blocks_of_a_cache_lie_head_by_head() -> None:

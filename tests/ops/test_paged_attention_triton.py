@@ -93,6 +93,7 @@ def cases(draw: st.DrawFn) -> Case:
         dtype=draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
         sliding_window=draw(st.sampled_from([None, None, 1, 5, 16, 37])),
         score_cap=draw(st.sampled_from([None, None, 0.7, 20.0])),
+        has_sinks=draw(st.booleans()),
         num_spare_columns=draw(st.sampled_from([0, 3])),
         num_spare_tokens=draw(st.sampled_from([0, 0, 5])),
         seed=draw(st.integers(0, 2**16)),
@@ -217,11 +218,12 @@ def test_heads_that_no_tile_serves_are_refused() -> None:
         plan_for(H200, Heads(8, 8, 320, 2, None), 1, 1, 64, is_decode=True)
 
 
-@pytest.mark.parametrize("score_cap", [None, 5.0])
+@pytest.mark.parametrize(("score_cap", "has_sinks"), [(None, False), (5.0, False), (None, True)])
 @pytest.mark.parametrize("sliding_window", [None, 9])
 def test_warm_up_launches_every_variant(
     sliding_window: int | None,
     score_cap: float | None,
+    has_sinks: bool,
     triton_cuda: ModuleType,
     device: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -230,8 +232,8 @@ def test_warm_up_launches_every_variant(
     launched: list[set[Any]] = [set()]
     for name in ("paged_attention_kernel", "sum_splits_kernel"):
         monkeypatch.setattr(triton_cuda, name, Recorded(getattr(triton_cuda, name), launched))
-    case = Case(((1, 30), (1, 300)), head_dim=20, sliding_window=sliding_window, score_cap=score_cap)
-    options = {"sliding_window": sliding_window, "score_cap": score_cap}
+    options = {"sliding_window": sliding_window, "score_cap": score_cap, "has_sinks": has_sinks}
+    case = Case(((1, 30), (1, 300)), head_dim=20, **options)
     triton_cuda.warm_up(make_step(case).to(device).k_cache, case.num_heads, **options)
     warmed, before = launched[0], triton_cuda.compiled_count()
     launched[0] = set()

@@ -57,10 +57,14 @@ def _attend(shapes: ProbeShapes, place: Place, sliding_window: int | None, *, is
     # As they come out of the rotation: queries beside keys.
     q = place.put(place.random(num_tokens, shapes.num_heads + shapes.num_kv_heads, head_dim))[:, : shapes.num_heads]
 
+    sinks = None
+    if shapes.has_sinks:
+        sinks = place.random(shapes.num_heads).float().to(place.device)
     scale, cap = head_dim**-0.5, None if shapes.score_cap is None else min(shapes.score_cap, _LARGEST_CAP)
 
     def call() -> tuple[torch.Tensor, ...]:
-        out = ops.paged_attention(q, k, v, maps, scale=scale, sliding_window=sliding_window, score_cap=cap)
+        options = {"scale": scale, "sliding_window": sliding_window, "score_cap": cap, "sinks": sinks}
+        out = ops.paged_attention(q, k, v, maps, **options)
         # Each token by itself: over many keys values average out, and what is wrong there would pass beside the values
         # of a token with a single key.
         return out.unbind()

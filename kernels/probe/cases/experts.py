@@ -26,5 +26,11 @@ def experts(shapes: ProbeShapes, place: Place) -> Prepared:
     # Chosen on the host in float32, since rounding must not choose otherwise on the device.
     chosen, weights = ops.route(logits.float().cpu(), num_chosen, normalises=True)
     chosen, weights = chosen.to(place.device), place.put(weights)
-    packed = ops.pack_experts(gate_up, down)
+    biases = None
+    if shapes.has_expert_biases:
+        biases = (
+            place.put(place.random(num_experts, 2 * size)),
+            place.put(place.random(num_experts, shapes.hidden_size)),
+        )
+    packed = ops.pack_experts(gate_up, down, biases=biases, activation=shapes.activation)
     return lambda: (ops.experts(x, chosen, weights, packed)[: _NUM_TOKENS - 1],)

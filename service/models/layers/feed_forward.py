@@ -57,7 +57,7 @@ class MixtureOfExperts:
         else:
             self._router = weights.exact(f"{name}.{moe.router}.weight")
             self._correction = weights.exact(f"{name}.{moe.correction}")
-        self._experts = weights.experts(f"{name}.{moe.experts}", moe.num_experts, moe.size, spec.hidden_size)
+        self._experts = weights.experts(f"{name}.{moe.experts}", moe, spec.hidden_size)
         self._shared = None if moe.shared is None else GatedMlp(weights, prefix + moe.shared.name, moe.shared)
         has_gate = moe.shared is not None and moe.shared_gate is not None
         self._shared_gate = weights.projection(f"{name}.{moe.shared_gate}") if has_gate else None
@@ -72,7 +72,7 @@ class MixtureOfExperts:
         """Compile what steps of any size need here."""
         packed = self._experts
         router = self._router if isinstance(self._router, torch.Tensor) else self._router.weight.data
-        swiglu_ops.warm_up(packed.size, packed.dtype, router.device)
+        swiglu_ops.warm_up(packed.size, packed.dtype, router.device, packed.activation)
         if self._shared is not None:
             self._shared.warm_up()
 

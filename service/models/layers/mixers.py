@@ -82,6 +82,7 @@ class Attention:
         self._out = weights.projection(f"{prefix}.{attention.output}")
         self._spec, self._head_eps = attention, spec.norm_eps
         self.head_norms = HeadNorms(weights, prefix, attention, spec) if attention.head_norms is not None else None
+        self._sinks = weights.exact(f"{prefix}.sinks") if attention.has_sinks else None
         self._whole_weights: list[torch.Tensor] = []  # of all queries, of all keys
         if attention.whole_norms is not None:
             self._whole_weights = [_norm_weight(weights, f"{prefix}.{name}", spec) for name in attention.whole_norms]
@@ -103,8 +104,8 @@ class Attention:
         rotary_kv_ops.warm_up(cache.k, num_heads, head_weight=head_weight, rotary_dim=rotary_dim, has_gates=has_gates)
         if norms is not None and norms.has_own:
             rotary_kv_ops.warm_up(cache.k, num_heads, rotary_dim=rotary_dim)
-        window, cap = self._spec.sliding_window, self._spec.score_cap
-        paged_attention_ops.warm_up(cache.k, num_heads, sliding_window=window, score_cap=cap)
+        window, cap, has_sinks = self._spec.sliding_window, self._spec.score_cap, self._spec.has_sinks
+        paged_attention_ops.warm_up(cache.k, num_heads, sliding_window=window, score_cap=cap, has_sinks=has_sinks)
 
     def __call__(
         self, x: torch.Tensor, batch: StepBatch, rotations: tuple[Rotation, ...], cache: KvCache
@@ -140,6 +141,7 @@ class Attention:
             scale=scale,
             sliding_window=spec.sliding_window,
             score_cap=spec.score_cap,
+            sinks=self._sinks,
         )
         if gate is not None:
             mixed = mixed * torch.sigmoid(gate)

@@ -8,12 +8,13 @@ from typing import Literal
 import torch
 
 from adapters.layout import BaseLayout
+from kernels.activation import Activation
 from kernels.experts.ops import PackedExperts, pack_experts
 from kernels.linear.ops import PackedWeight, pack_quantised, pack_weight
 from kernels.linear.quantised import Quantised, dequantise, joined, quantise
 from service.models.checkpoint.checkpoint import TensorSource
 from service.models.layers.projection import Projection
-from service.models.spec.model_spec import ModelSpec
+from service.models.spec.model_spec import ModelSpec, MoeSpec
 
 log = logging.getLogger(__name__)
 
@@ -99,20 +100,37 @@ class Weights:
         self.num_held_codes += packed.holds_codes
         return self._hold(name, packed)
 
-    def experts(self, name: str, num_experts: int, size: int, hidden_size: int) -> PackedExperts:
+    def experts(self, name: str, moe: MoeSpec, hidden_size: int) -> PackedExperts:
         """The experts of a layer, which checkpoints hold one by one, or all in one tensor for gate and up and one for
         down. Raises ModelError."""
-        shapes = {"gate_up_proj": (num_experts, 2 * size, hidden_size), "down_proj": (num_experts, hidden_size, size)}
+        shapes = dict(zip(("gate_up_proj", "down_proj"), moe.packed_shapes(hidden_size), strict=True))
+        if moe.interleaved:
+            return self._interleaved_experts(name, moe.activation)
         if all(f"{name}.{part}" in self._shapes for part in shapes):
             gate_up, down = (self._join([self._stored(f"{name}.{part}")]).contiguous() for part in shapes)
         else:
             gate_up, down = (torch.empty(s, dtype=self.dtype, device=self.device) for s in shapes.values())
-            for expert in range(num_experts):
+            for expert in range(moe.num_experts):
                 gate, up = gate_up[expert].chunk(2)
                 parts = {"gate_proj": gate, "up_proj": up, "down_proj": down[expert]}
                 for part, place in parts.items():
                     place.copy_(self._stored(f"{name}.{expert}.{part}.weight"))
-        packed = pack_experts(gate_up, down)
+        packed = pack_experts(gate_up, down, activation=moe.activation)
+        self.num_bytes += packed.nbytes
+        return packed
+
+    def _interleaved_experts(self, name: str, activation: Activation) -> PackedExperts:
+        """Those of `MoeSpec.interleaved`."""
+
+        def parted(tensor: torch.Tensor) -> torch.Tensor:
+            """Rows of gate before those of up, [num_experts, 2 * size, ...]."""
+            return torch.cat((tensor[:, ::2], tensor[:, 1::2]), dim=1)
+
+        gate_up, down = (self._join([self._stored(f"{name}.{part}")]) for part in ("gate_up_proj", "down_proj"))
+        first, second = (self._join([self._stored(f"{name}.{part}_bias")]) for part in ("gate_up_proj", "down_proj"))
+        biases = parted(first), second.contiguous()
+        down = down.transpose(1, 2).contiguous()
+        packed = pack_experts(parted(gate_up.transpose(1, 2)), down, biases=biases, activation=activation)
         self.num_bytes += packed.nbytes
         return packed
 

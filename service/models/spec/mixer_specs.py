@@ -22,6 +22,7 @@ class AttentionSpec:
     turns_neighbours rotation turns elements 2i and 2i + 1 of a head together, not i and i + half; heads have no norms
     sliding_window   number of latest tokens a query sees, itself included; None: all of them
     score_cap        scores come out as cap * tanh(score / cap); None: as they are
+    has_sinks        each query head has a sink (`kernels.paged_attention.ops`), the tensor "sinks"
     head_norms       modules of the norms of each query and each key head before rotation
     whole_norms      modules of the norms of all queries and of all keys of a token, taken together, before rotation
     has_output_gate  the query module yields for each head its query, then a gate: the head's output is multiplied with
@@ -42,6 +43,7 @@ class AttentionSpec:
     turns_neighbours: bool = False
     sliding_window: int | None = None
     score_cap: float | None = None
+    has_sinks: bool = False
     head_norms: tuple[str, str] | None = None
     whole_norms: tuple[str, str] | None = None
     has_output_gate: bool = False
@@ -65,7 +67,8 @@ class AttentionSpec:
         """Tensors of checkpoints beside the projections."""
         sizes = (self.num_heads * self.head_dim, self.kv_size)
         whole = {f"{self.name}.{norm}": size for norm, size in zip(self.whole_norms or (), sizes, strict=False)}
-        return {f"{norm}.weight": (size,) for norm, size in (self.norms | whole).items()}
+        norms: Shapes = {f"{norm}.weight": (size,) for norm, size in (self.norms | whole).items()}
+        return norms | ({f"{self.name}.sinks": (self.num_heads,)} if self.has_sinks else {})
 
     @property
     def states(self) -> tuple[MixerState, ...]:

@@ -71,6 +71,10 @@ class MoeSpec:
     scale        of the weights
     correction   tensor [num_experts] that is added to the router's probabilities for the choice alone; they are the
                  sigmoids of logits that are computed in float32. None: a softmax of logits in the model's dtype
+    bias         of the router
+    activation   of the experts' gates
+    interleaved  experts are stored in one tensor for gate and up, [num_experts, hidden_size, 2 * size], columns of gate
+                 and of up by turns, and one for down, [num_experts, size, hidden_size], and have biases
     shared       the expert of all tokens; None: there is none
     shared_gate  its gate's module; None: it has no gate
     """
@@ -81,6 +85,9 @@ class MoeSpec:
     normalises: bool
     scale: float = 1.0
     correction: str | None = None
+    bias: bool = False
+    activation: Activation = "silu"
+    interleaved: bool = False
     shared: MlpSpec | None = None
     name: str = "mlp"
     router: str = "gate"
@@ -104,12 +111,16 @@ class MoeSpec:
         experts = f"{self.name}.{self.experts}"
         return f"{experts}.gate_up_proj", f"{experts}.down_proj"
 
+    def packed_shapes(self, hidden_size: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        """Shapes of `packed_tensors`, where they are not interleaved."""
+        return (self.num_experts, 2 * self.size, hidden_size), (self.num_experts, hidden_size, self.size)
+
     def linears(self, hidden_size: int) -> tuple[Linear, ...]:
         """The router, but an exact one; those of the expert of all tokens, and its gate if it has one."""
         router = f"{self.name}.{self.router}"
         linears: tuple[Linear, ...] = ()
         if self.correction is None:
-            linears = (Linear(router, "mlp", hidden_size, {router: self.num_experts}),)
+            linears = (Linear(router, "mlp", hidden_size, {router: self.num_experts}, self.bias),)
         if self.shared is None:
             return linears
         if self.shared_gate is None:
@@ -124,9 +135,13 @@ class MoeSpec:
         if self.correction is not None:
             router[f"{self.name}.{self.router}.weight"] = (self.num_experts, hidden_size)
             router[f"{self.name}.{self.correction}"] = (self.num_experts,)
-        if is_packed:
-            shapes = ((self.num_experts, 2 * self.size, hidden_size), (self.num_experts, hidden_size, self.size))
+        if self.interleaved:
+            biases = (f"{name}_bias" for name in self.packed_tensors)
+            router |= {name: shape[:2] for name, shape in zip(biases, self.packed_shapes(hidden_size), strict=True)}
+            shapes = ((one, columns, rows) for one, rows, columns in self.packed_shapes(hidden_size))
             return router | dict(zip(self.packed_tensors, shapes, strict=True))
+        if is_packed:
+            return router | dict(zip(self.packed_tensors, self.packed_shapes(hidden_size), strict=True))
         into, out = (self.size, hidden_size), (hidden_size, self.size)
         return router | {
             f"{self.name}.{self.experts}.{expert}.{part}.weight": shape

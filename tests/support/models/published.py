@@ -63,6 +63,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "GLM-4.5-Air": _config(
         *("glm4_moe", 46, 4096, 10_944, (96, 8), 151_552), head_dim=128, attention_bias=True, partial_rotary_factor=0.5
     ),
+    "gpt-oss-20b": _config("gpt_oss", 24, 2880, 2880, (64, 8), 201_088, head_dim=64, num_local_experts=32),
     "Ministral-3-8B": _config("ministral3", 34, 4096, 14_336, (32, 8), 131_072),
     "Qwen3.5-0.8B": _config("qwen3_5_text", 24, 1024, 3584, (8, 2), 248_320, linear_num_value_heads=16, **_TIED),
     "Qwen3.5-2B": _config("qwen3_5_text", 24, 2048, 6144, (8, 2), 248_320, linear_num_value_heads=16, **_TIED),

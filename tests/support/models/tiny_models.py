@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "lfm2", "phi3", "gemma2", "gemma3_text", "smollm3", "granite"),
     *("olmo3", "qwen3_5_text", "qwen3_moe", "qwen3_5_moe_text", "glm", "glm4", "glm4_moe", "ministral3"),
-    "granitemoehybrid",
+    *("granitemoehybrid", "gpt_oss"),
 )
 VOCAB_SIZE = 304
 SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
@@ -154,6 +154,25 @@ _BY_FAMILY: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5},
         "tie_word_embeddings": False,
     },
+    "gpt_oss": {
+        "num_attention_heads": 4,
+        "head_dim": 16,
+        "intermediate_size": 40,
+        "sliding_window": 24,
+        "num_local_experts": 7,
+        "num_experts_per_tok": 3,
+        "swiglu_limit": 7.0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1500.0,
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 16,
+        },
+        "tie_word_embeddings": False,
+    },
     "ministral3": {
         "num_attention_heads": 4,
         "head_dim": 16,
@@ -208,6 +227,7 @@ MLP_MODULES = {family: ["gate_proj", "up_proj", "down_proj"] for family in FAMIL
     "glm": ["gate_up_proj", "down_proj"],
     "glm4": ["gate_up_proj", "down_proj"],
     "granitemoehybrid": ["input_linear", "output_linear"],
+    "gpt_oss": [],
     "glm4_moe": [],  # as qwen3_moe
     "qwen3_moe": [],  # PEFT takes the names of dense layers for those of experts too
     "qwen3_5_moe_text": ["gate_proj", "up_proj", "down_proj", "shared_expert_gate"],
@@ -234,7 +254,13 @@ def shake_vectors(model: torch.nn.Module) -> None:
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter), alpha=0.1 if "norm" in name else 0.3)
-            if name.endswith("mlp.gate.weight"):  # the last expert of a token counts little: rounding may change it
+            if name.endswith(("gate_up_proj_bias", "down_proj_bias")):
+                parameter.copy_(torch.randn_like(parameter) * 0.3)
+            if name.endswith("experts.gate_up_proj") and "gpt_oss" in str(type(model)):
+                parameter.mul_(8)  # some gates and ups are clamped
+            if name.endswith(
+                ("mlp.gate.weight", "mlp.router.weight")
+            ):  # the last expert of a token counts little: rounding may change it
                 parameter.mul_(4)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):

@@ -34,6 +34,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     sliding_window: int | None = None
     score_cap: float | None = None
+    has_sinks: bool = False
     scatter: bool = True
     num_spare_columns: int = 0
     num_spare_tokens: int = 0
@@ -50,10 +51,11 @@ class Step:
     maps: AttentionMaps
     sliding_window: int | None
     score_cap: float | None = None
+    sinks: torch.Tensor | None = None
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"sliding_window": self.sliding_window, "score_cap": self.score_cap}
+        return {"sliding_window": self.sliding_window, "score_cap": self.score_cap, "sinks": self.sinks}
 
     def to(self, device: str) -> Step:
         """This step's tensors there. Queries stay a slice of a packed product."""
@@ -67,7 +69,8 @@ class Step:
         num_heads = self.q.shape[1]
         packed = torch.cat((self.q, self.k_cache.new_zeros(len(self.q), *self.k_cache.shape[2:])), 1).to(device)
         caches = self.k_cache.to(device), self.v_cache.to(device)
-        return Step(packed[:, :num_heads], *caches, maps, self.sliding_window, self.score_cap)
+        sinks = None if self.sinks is None else self.sinks.to(device)
+        return Step(packed[:, :num_heads], *caches, maps, self.sliding_window, self.score_cap, sinks)
 
 
 def make_step(case: Case) -> Step:
@@ -86,7 +89,8 @@ def make_step(case: Case) -> Step:
     num_tokens = maps.query_starts[-1] + case.num_spare_tokens
     # Queries come as a slice of a packed product, so the rows are wider than the heads.
     packed = torch.randn(num_tokens, case.num_heads + case.kv_heads, case.head_dim, generator=generator).to(case.dtype)
-    return Step(packed[:, : case.num_heads], k_cache, v_cache, maps, case.sliding_window, case.score_cap)
+    sinks = torch.randn(case.num_heads, generator=generator) if case.has_sinks else None
+    return Step(packed[:, : case.num_heads], k_cache, v_cache, maps, case.sliding_window, case.score_cap, sinks)
 
 
 def make_maps(case: Case) -> tuple[AttentionMaps, int]:

@@ -24,7 +24,7 @@ INTEGERS = dict.fromkeys(
 
 
 def compile_attention(
-    tile: TileConfig, heads: Heads, block_size: int, *, is_split: bool, has_cap: bool = False
+    tile: TileConfig, heads: Heads, block_size: int, *, is_split: bool, has_cap: bool = False, has_sinks: bool = False
 ) -> None:
     """One variant; the sum of the splits with it."""
     name, head_dim = NAMES[heads.element_bytes], heads.head_dim
@@ -38,12 +38,14 @@ def compile_attention(
             "lse_ptr": "*fp32",
             "scale": "fp32",
             "cap": "fp32",
+            "sinks_ptr": "*fp32",
             **POINTERS,
             **INTEGERS,
         },
         {
             **constants,
             **({} if is_split else {"lse_ptr": None}),
+            **({} if has_sinks else {"sinks_ptr": None}),
             "KV_HEADS": heads.kv_heads,
             "GROUPS": heads.num_heads // heads.kv_heads,
             "BLOCK_SIZE": block_size,
@@ -52,6 +54,7 @@ def compile_attention(
             "STAGES": tile.stages,
             "HAS_WINDOW": heads.sliding_window is not None,
             "HAS_CAP": has_cap,
+            "HAS_SINKS": has_sinks,
             "SPLIT": is_split,
             "PRECISION": "ieee" if name == "fp32" else "tf32",
         },
@@ -75,4 +78,5 @@ if __name__ == "__main__":
             compile_attention(tile_for(table, heads, is_decode=is_decode), heads, 16, is_split=is_decode)
     for is_decode in (True, False):
         heads = Heads(6, 2, 80, 2, 1024)
-        compile_attention(tile_for(table, heads, is_decode=is_decode), heads, 128, is_split=not is_decode, has_cap=True)
+        tile = tile_for(table, heads, is_decode=is_decode)
+        compile_attention(tile, heads, 128, is_split=not is_decode, has_cap=True, has_sinks=True)
