@@ -33,6 +33,7 @@ from service.api.schema.requests import (
     TokenizeRequest,
 )
 from service.api.state import Services
+from service.engine.ipc.messages import Ready
 from service.tenants.keys_file import Limits
 from service.tenants.limits import Tenant
 from service.tenants.tenants import Caller, Tenants
@@ -186,7 +187,7 @@ def test_the_names_of_tokens_are_looked_up_when_asked_and_beside_the_loop(
     assert threading.main_thread() not in words.threads
 
 
-READY = cast(Any, SimpleNamespace(max_model_len_tokens=100, kv_capacity_tokens=100, vocab_size=1000))
+READY = Ready(100, 100, 1000, 1, "float32", "cpu", 1)
 
 
 class OneAdapter:
