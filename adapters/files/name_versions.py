@@ -32,6 +32,7 @@ class Version(msgspec.Struct, frozen=True, gc=False):
     by       the caller who set it, as the API names callers; "" if unknown
     note     the caller's note
     same_as  the version with the same weights, value by value, in another float type; None if none is known
+    root     the directory that it was copied from, as its caller named it; "" for an upload
     """
 
     number: int
@@ -40,6 +41,7 @@ class Version(msgspec.Struct, frozen=True, gc=False):
     by: str = ""
     note: str = ""
     same_as: int | None = None
+    root: str = ""
 
 
 class NameRecord(msgspec.Struct, frozen=True, gc=False):
@@ -101,6 +103,7 @@ class Change(msgspec.Struct, frozen=True):
     visibility  None: an existing name's own, `usual` for a new one. With "shared", `shared_with` lists the tenants
     quota       the owner's limits
     is_ephemeral  of a name's content, as in `NameRecord`
+    root        see `Version`
     """
 
     by: str = ""
@@ -111,6 +114,7 @@ class Change(msgspec.Struct, frozen=True):
     usual: Visibility = "public"
     quota: Quota = Quota()
     is_ephemeral: bool = False
+    root: str = ""
 
 
 # Raises where a name may not be given content: what the name is now (None: free), and the content's digest once known.
@@ -192,7 +196,7 @@ def _held_before(condition: Condition, record: NameRecord) -> bool:
 
 def created(digest: str, now_seconds: float, change: Change, number: int = 1) -> NameRecord:
     """A new name, whose first version has this number."""
-    version = Version(number, digest, now_seconds, change.by, change.note)
+    version = Version(number, digest, now_seconds, change.by, change.note, root=change.root)
     made = NameRecord((version,), change.owner, change.usual, first=number, is_ephemeral=change.is_ephemeral)
     return seen(made, change)
 
@@ -202,7 +206,8 @@ def changed(
 ) -> NameRecord:
     """The name with `digest` as its new current version. Those before it go where they were ephemeral and this one is
     durable."""
-    version = Version(record.current.number + 1, digest, now_seconds, change.by, change.note, same_as)
+    number = record.current.number + 1
+    version = Version(number, digest, now_seconds, change.by, change.note, same_as, change.root)
     kept = record.versions if record.is_ephemeral == change.is_ephemeral else ()
     after = msgspec.structs.replace(record, versions=(*kept, version), is_ephemeral=change.is_ephemeral)
     return seen(after, change)

@@ -39,6 +39,7 @@ class Row(msgspec.Struct, frozen=True, gc=False):
     rows: dict[str, int]
     has_chat_template: bool
     is_ephemeral: bool = False
+    root: str = ""
 
 
 class Viewer(msgspec.Struct, frozen=True):
@@ -143,6 +144,7 @@ class Index:
             rows=summary.rows,
             is_ephemeral=record.is_ephemeral,
             has_chat_template=summary.has_chat_template,
+            root=record.current.root,
         )
 
     def _shown(self, query: Query) -> list[Iterator[tuple[str, str]]]:

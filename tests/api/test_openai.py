@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from typing import Any
 
 import openai
@@ -29,13 +30,25 @@ def tokenizer(checkpoints: Checkpoints) -> transformers.PreTrainedTokenizerFast:
 
 
 class TestModels:
-    def test_the_base_and_its_adapters_are_listed(self, client: openai.OpenAI) -> None:
+    def test_the_base_and_its_adapters_are_listed(self, client: openai.OpenAI, checkpoints: Checkpoints) -> None:
         cards = {card.id: card for card in client.models.list().data}
         assert {BASE, *ADAPTERS} <= set(cards)
         extra = cards["alpha"].model_extra or {}
         assert extra["parent"] == BASE
-        assert len(extra["root"]) == 64
+        assert extra["root"] == str(checkpoints.adapters / "alpha")
+        assert (cards[BASE].model_extra or {})["root"] == str(checkpoints.base)
         assert (cards[BASE].model_extra or {})["max_model_len"] == 512
+
+    def test_they_are_anthropic_s_models_too(self, server: Server) -> None:
+        """Its client pages by `after_id`; the truth of the fields is its `ModelInfo`."""
+        first = server.get("/v1/models?limit=2", headers={"anthropic-version": "2023-06-01"}).json()
+        rest = server.get("/v1/models", params={"after_id": first["last_id"]}).json()
+        assert (first["has_more"], rest["has_more"]) == (True, False)
+        assert [one["id"] for one in first["data"] + rest["data"]][:4] == [BASE, *ADAPTERS]
+        for card in first["data"]:
+            assert (card["type"], card["display_name"]) == ("model", card["id"])
+            assert datetime.fromisoformat(card["created_at"]).timestamp() == card["created"]
+        assert server.get(f"/v1/models/{BASE}").json() == first["data"][0]
 
     def test_one_model_is_found_by_each_of_its_names(self, client: openai.OpenAI) -> None:
         assert client.models.retrieve(BASE).id == BASE
@@ -59,8 +72,8 @@ class TestNames:
         assert text(f"{BASE}:beta") == text(BASE, adapter_id="beta") == text("beta", adapter_id="beta") == expected
         assert text(f"{BASE}:beta", adapter_id="beta") == expected
 
-    def test_an_answer_says_who_spoke(self, server: Server, client: openai.OpenAI) -> None:
-        cards = {card.id: card.model_extra or {} for card in client.models.list().data}
+    def test_an_answer_says_who_spoke(self, server: Server) -> None:
+        digests = {one["name"]: one["digest"] for one in server.get("/v1/adapters").json()["data"]}
         prints = {}
         for names, speaker in (
             ({}, BASE),
@@ -81,7 +94,7 @@ class TestNames:
         assert all(len(of_one) == 1 for of_one in prints.values())
         (base,) = prints[BASE]
         for name in ("alpha", "beta"):
-            assert prints[name] == {f"{base}_{cards[name]['root'][:16]}"}
+            assert prints[name] == {f"{base}_{digests[name][:16]}"}
 
     def test_two_different_names_are_refused(self, client: openai.OpenAI) -> None:
         with pytest.raises(openai.BadRequestError, match=r"alpha.*beta"):

@@ -143,6 +143,7 @@ class Namespace:
         note: str = "",
         visibility: Visibility | None = None,
         shared_with: tuple[str, ...] = (),
+        root: str = "",
         condition: Condition,
     ) -> tuple[AdapterRecord, bool]:
         """See `Upload.finish`; `full_name` is of `place`. LimitReached if the owner may not have more."""
@@ -150,7 +151,7 @@ class Namespace:
         usual: Visibility = "private" if self._tenants.has_file else "public"
         limits = self._tenants.limits_of(owner or DEFAULT)
         quota = Quota() if limits is None else Quota(limits.adapters, limits.adapter_bytes)
-        change = Change(self._by, note, owner, visibility, shared_with, usual, quota)
+        change = Change(self._by, note, owner, visibility, shared_with, usual, quota, root=root)
         try:
             return upload.finish(full_name, change, condition=condition)
         except QuotaExceeded as error:

@@ -232,6 +232,7 @@ def describe(request: Request, record: AdapterRecord, sent_note: str = "") -> Ad
         manifest.rows,
         manifest.has_chat_template,
         record.is_ephemeral,
+        version.root,
     )
     return AdapterResponse(
         **_listed(services, namespace_of(request, require_store(services)), row, _fact(services, row.name, row.digest)),

@@ -148,7 +148,8 @@ def load_directory(
             if _is_about(error, path):
                 raise _unreadable(error) from error
             raise store_fault(error) or error from error  # the store's own directory fails: no fault of the client's
-        return namespace.finish(upload, full_name, condition=move if body.load_inplace else keep)[0]
+        condition = move if body.load_inplace else keep
+        return namespace.finish(upload, full_name, root=body.lora_path, condition=condition)[0]
 
 
 def _is_about(error: OSError, path: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
@@ -31,6 +32,7 @@ _OPERATOR = "multilora"
 
 
 class ModelFilters(Filters):
+    after_id: str = Field("", max_length=256, description="the same as `after`, as Anthropic's clients call it")
     limit: Digits = Field(MOST_PER_PAGE, ge=1, le=MOST_PER_PAGE, description="most models of a page, the base included")
 
 
@@ -43,10 +45,11 @@ class ModelFilters(Filters):
 )
 async def list_models(request: Request, filters: Annotated[ModelFilters, Query()]) -> Response:
     """The base first, then the adapters by name, a page at a time: `has_more` says whether more follow after
-    `last_id`. Adapters have the base as `parent` and their digest as `root`."""
+    `last_id`. Cards have the fields of OpenAI's, vLLM's and Anthropic's lists."""
     services = services_of(request)
     base = services.settings.base_name
     # The base comes before all adapters, whatever it is called.
+    filters.after = filters.after or filters.after_id
     has_base = not filters.after and not filters.are_given and base.startswith(filters.prefix)
     if filters.after == base:
         filters.after = ""
@@ -56,7 +59,12 @@ async def list_models(request: Request, filters: Annotated[ModelFilters, Query()
     def build(found: FoundPage) -> dict[str, Any]:
         cards = [
             _adapter_card(
-                services, limit_tokens, namespace.shown_name(one.name), one.owner, one.digest, one.created_at_seconds
+                services,
+                limit_tokens,
+                namespace.shown_name(one.name),
+                one.owner,
+                one.root or one.digest,
+                one.created_at_seconds,
             )
             for one in found.rows
         ]
@@ -85,27 +93,42 @@ async def get_model(request: Request, model: str) -> ModelCard:
             return ModelCard(**_base_card(services, _limit_tokens(services)))
         record = target.lease.record
         name = f"{target.shown_name}@{record.version.number}" if "@" in model else target.shown_name
-        made = record.version.created_at_seconds
-        return ModelCard(**_adapter_card(services, _limit_tokens(services), name, record.owner, record.digest, made))
+        version = record.version
+        root, made = version.root or version.digest, version.created_at_seconds
+        return ModelCard(**_adapter_card(services, _limit_tokens(services), name, record.owner, root, made))
     finally:
         target.release()
 
 
 def _base_card(services: Services, limit_tokens: int | None) -> dict[str, Any]:
     name = services.settings.base_name
-    return _card(limit_tokens, id=name, created=services.started_at_seconds, root=name, parent=None)
+    root = str(services.settings.model_dir)
+    return _card(limit_tokens, name, services.started_at_seconds, root=root, parent=None)
 
 
 def _adapter_card(
-    services: Services, limit_tokens: int | None, name: str, owner: str, digest: str, created_at_seconds: float
+    services: Services, limit_tokens: int | None, name: str, owner: str, root: str, created_at_seconds: float
 ) -> dict[str, Any]:
-    fields = {"id": name, "created": int(created_at_seconds), "root": digest, "parent": services.settings.base_name}
-    return _card(limit_tokens, owned_by=owner or _OPERATOR, **fields)
+    parent = services.settings.base_name
+    return _card(limit_tokens, name, int(created_at_seconds), root=root, parent=parent, owned_by=owner or _OPERATOR)
 
 
-def _card(limit_tokens: int | None, *, owned_by: str = _OPERATOR, **fields: Any) -> dict[str, Any]:
+def _card(
+    limit_tokens: int | None, name: str, created: int, *, root: str, parent: str | None, owned_by: str = _OPERATOR
+) -> dict[str, Any]:
     """The fields of ModelCard."""
-    return {**fields, "object": "model", "owned_by": owned_by, "max_model_len": limit_tokens}
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": owned_by,
+        "root": root,
+        "parent": parent,
+        "max_model_len": limit_tokens,
+        "type": "model",
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+    }
 
 
 def _limit_tokens(services: Services) -> int | None:

@@ -86,7 +86,11 @@ class EmbeddingList(Response):
 
 
 class ModelCard(Response):
-    """A name that `model` may take. `root` of an adapter is its digest."""
+    """A name that `model` may take.
+
+    `root` is the model's directory; of an adapter the one that it was loaded from, or else its digest. The last three
+    are Anthropic's.
+    """
 
     id: str
     object: Literal["model"]
@@ -95,6 +99,9 @@ class ModelCard(Response):
     root: str
     parent: str | None
     max_model_len: int | None
+    type: Literal["model"]
+    display_name: str
+    created_at: str
 
 
 class ModelList(Response):

@@ -120,7 +120,9 @@ def test_every_route_below_a_name(slashed: Server, checkpoints: Checkpoints, is_
 def test_vllm_s_routes_load_and_unload_them(slashed: Server) -> None:
     body = {"lora_name": "org/loaded", "lora_path": PRELOADED}
     assert slashed.post("/v1/load_lora_adapter", json=body).text.startswith("Success")
-    assert slashed.get("/v1/models/org%2Floaded").status_code == 200
+    card = slashed.get("/v1/models/org%2Floaded").json()
+    assert card in slashed.get("/v1/models", params={"prefix": "org/loaded"}).json()["data"]
+    assert (card["root"], card["parent"]) == (PRELOADED, BASE)  # as vLLM has it, the path that was sent
     assert slashed.post("/v1/unload_lora_adapter", json={"lora_name": "org/loaded"}).status_code == 200
 
 

@@ -74,7 +74,7 @@ def a_request(monkeypatch: pytest.MonkeyPatch, slow: Slow) -> tuple[Any, Service
     metrics = Metrics("tiny")
     monkeypatch.setattr(metrics, "render", slow.render)
     parts: Any = SimpleNamespace(
-        settings=SimpleNamespace(base_name="tiny"),
+        settings=SimpleNamespace(base_name="tiny", model_dir="tiny"),
         engine=engine,
         tokenizer=slow,
         templates={},
