@@ -215,6 +215,8 @@ CHANGED = {
         {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "add"}},
     ],
 }
+QUIET: dict[str, Any] = {"role": "system", "output_config": {"effort": "none"}}
+CLEARED = {**QUIET, "content": "S2", "clear_at": "next_user_message"}
 SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a history of all kinds": (
         {"system": [said("S1", **CACHED), said("S2")], "messages": HISTORY, "tools": [ADD]},
@@ -248,6 +250,19 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"tools": [ADD], "tool_choice": {"type": "any", "disable_parallel_tool_use": True}},
         {"tools": [FUNCTION], "tool_choice": "required", "parallel_tool_calls": False},
     ),
+    "a system turn of an earlier turn": (
+        {"messages": [*ASKED["messages"], CLEARED, {"role": "user", "content": "a"}]},
+        {"messages": [{"role": "user", "content": [said("the tin"), said("a")]}]},
+    ),
+    "a system turn of this turn": (
+        {"messages": [*ASKED["messages"], CLEARED], "output_config": {"effort": "max"}},
+        {"messages": [{"role": "user", "content": [said("the tin"), said("S2")]}], "reasoning_effort": "none"},
+    ),
+    "the effort of an earlier turn": (
+        {"messages": [*ASKED["messages"], QUIET, {"role": "user", "content": "a"}], "output_config": {"effort": "max"}},
+        {"messages": [{"role": "user", "content": [said("the tin"), said("a")]}], "reasoning_effort": "max"},
+    ),
+    "the effort of this turn": ({"messages": [*ASKED["messages"], QUIET]}, {"reasoning_effort": "none"}),
     "a deferred tool": ({"tools": [ADD, HIDDEN]}, {"tools": [FUNCTION]}),
     "a deferred tool that was found": (
         {"tools": [ADD, HIDDEN], "messages": FOUND},
@@ -341,6 +356,14 @@ class TestRequests:
                 "image",
             ),
             ({"system": [{"type": "image"}]}, "system[0].type"),
+            ({"messages": [{**ASKED["messages"][0], "clear_at": "never"}]}, "`clear_at` is only allowed"),
+            ({"messages": [{**ASKED["messages"][0], "output_config": {"effort": "low"}}]}, "output_config"),
+            ({"messages": [*ASKED["messages"], {"role": "system", "output_config": {"format": {}}}]}, "format"),
+            (
+                {"messages": [*ASKED["messages"], {**QUIET, "output_config": {"effort": "deep"}}]},
+                "output_config.effort",
+            ),
+            ({"output_config": {"task_budget": {"total": 1}}}, "task_budget"),
             ({"tools": [{"type": "web_search_20250305", "name": "web_search", "max_uses": 3}]}, "web_search_20250305"),
             ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "bash_20250124"),
             ({"tools": [{"name": "add"}]}, "tools[0].input_schema"),

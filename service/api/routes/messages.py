@@ -208,7 +208,9 @@ class MessageAnswer:
     def _end(self) -> dict[str, Any]:
         """Why the answer ended, once it has."""
         reason, sequence = None, None
-        if self._last is not None and self._last.is_cut:
+        if self._last is not None and self._last.finish_reason == "abort":
+            reason = "pause_turn"  # what is there can be sent back, and goes on
+        elif self._last is not None and self._last.is_cut:
             reason = "max_tokens"
         elif self._last is not None and isinstance(self._last.stop_reason, str):
             reason, sequence = "stop_sequence", self._last.stop_reason

@@ -115,12 +115,36 @@ class ContentBlock(_Kept):
         return own + sum(map(len, self.results))
 
 
+class TurnConfig(Request):
+    """How much to think."""
+
+    effort: str | None = Field(None, description="the chat template's `reasoning_effort`")
+
+
 class MessageParam(_Kept):
     """One turn of the conversation so far. A `system` turn behind the first user's is shown with what stands before
     it."""
 
     role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[ContentBlock], FIRST]
+    clear_at: Literal["next_user_message", "never"] | None = Field(
+        None, description="of a `system` turn: whether its texts are left out behind the next turn of the user"
+    )
+    output_config: TurnConfig | None = Field(
+        None, description="of a `system` turn: the effort up to the next turn of the user"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_system(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        if value.get("role") == "system":
+            return {"content": [], **value} if value.get("output_config") else value
+        for name in ("clear_at", "output_config"):
+            if value.get(name) is not None:
+                raise field_error(name, f"`{name}` is only allowed in messages of role 'system'.")
+        return value
 
     @model_validator(mode="after")
     def _check_roles(self) -> MessageParam:
@@ -211,10 +235,9 @@ class OutputFormat(Request):
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(Request):
+class OutputConfig(TurnConfig):
     """How much to think, and the form of the answer."""
 
-    effort: str | None = Field(None, description="the chat template's `reasoning_effort`")
     format: OutputFormat | None = Field(None, description="a JSON schema that the answer follows")
 
 
@@ -256,6 +279,18 @@ class MessagesRequest(Decoding):
         if any(block.type == "redacted_thinking" for message in self.messages for block in message.blocks):
             names.append("messages (redacted_thinking)")
         return names
+
+    @property
+    def last_user_index(self) -> int:
+        """Index of the user's last turn, -1 if there is none."""
+        return max((index for index, message in enumerate(self.messages) if message.role == "user"), default=-1)
+
+    @property
+    def effort(self) -> str | None:
+        """The last that is asked for: in system turns behind the user's last one, or else by the request."""
+        turns = [one.output_config for one in self.messages[self.last_user_index + 1 :]]
+        asked = [one.effort for one in (self.output_config, *turns) if one is not None and one.effort is not None]
+        return asked[-1] if asked else None
 
     @property
     def num_chars(self) -> int:
@@ -308,13 +343,12 @@ def chat_of(request: MessagesRequest) -> ChatRequest:
 
 def names_in(request: MessagesRequest) -> dict[str, str]:
     """`NAMES`, with who asked for an effort."""
-    asked = request.output_config.effort if request.output_config is not None else None
-    return NAMES if asked is not None else {**NAMES, "reasoning_effort": "thinking"}
+    return NAMES if request.effort is not None else {**NAMES, "reasoning_effort": "thinking"}
 
 
 def _thinking(request: MessagesRequest) -> dict[str, Any]:
     """`disabled` is the effort none; `enabled` is one that switches thoughts on; the others leave it to the model."""
-    effort = request.output_config.effort if request.output_config is not None else None
+    effort = request.effort
     kind = request.thinking.type if request.thinking is not None else "adaptive"
     if kind in ("enabled", "disabled"):
         effort = "none" if kind == "disabled" else effort or "medium"
@@ -343,9 +377,12 @@ def _messages(request: MessagesRequest) -> list[dict[str, Any]]:
         for system in request.system or ():
             if not system.text.startswith(_BILLING):
                 _turn(made, "system")["content"].append(system.text)
-    for message in request.messages:
+    last = request.last_user_index
+    for index, message in enumerate(request.messages):
+        is_cleared = message.clear_at == "next_user_message" and index < last
         for block in message.blocks:
-            _add(made, message.role, block)
+            if not (is_cleared and block.type == "text"):
+                _add(made, message.role, block)
     return [_complete(message) for message in made]
 
 

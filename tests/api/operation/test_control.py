@@ -121,6 +121,18 @@ def queued(controlled: Controlled, clients: ThreadPoolExecutor) -> Future[tuple[
     return asked
 
 
+def test_an_aborted_message_can_be_sent_back(controlled: Controlled) -> None:
+    """In Anthropic's words it was paused: what is there goes on when it is sent back."""
+    body = {"model": "alpha", "max_tokens": 15_000, "messages": [{"role": "user", "content": "the"}]}
+    url, begun = f"{controlled.server.url}/v1/messages", {**body, "stream": True, "ignore_eos": True}
+    with controlled.server.http.stream("POST", url, headers=controlled.admin, json=begun) as answer:
+        lines = answer.iter_lines()
+        next(line for line in lines if "text_delta" in line)
+        assert controlled.post("/abort_requests", {})["aborted"] == 1
+        (end,) = (json.loads(line[6:]) for line in lines if '"message_delta"' in line and line.startswith("data"))
+    assert end["delta"] == {"stop_reason": "pause_turn", "stop_sequence": None}
+
+
 @pytest.mark.parametrize(
     ("pause", "resume"),
     [
