@@ -51,7 +51,8 @@ def _whole(value: Any) -> Any:
 
 
 class Request(BaseModel):
-    """Base of all request bodies: unknown fields, wrong types, NaN and infinity are refused.
+    """Base of all request bodies: unknown fields, wrong types, NaN and infinity are refused. A null asks for nothing,
+    whatever its field.
 
     What is wrong with a body is found in bounded time and memory, for pydantic keeps an error of every field and every
     item: lists stop at the first (`FIRST`), and objects with too many fields are not looked at.
@@ -74,7 +75,8 @@ class Request(BaseModel):
         for name, row in rows.items():
             if row.asks(value[name]):
                 raise field_error(name, row.refusal)
-        return {name: sent for name, sent in value.items() if name not in rows}
+        known = value.keys() & cls.model_fields.keys()
+        return {name: sent for name, sent in value.items() if name in known or not (name in rows or sent is None)}
 
     @classmethod
     def _unserved_field(cls, name: str) -> UnservedField | None:

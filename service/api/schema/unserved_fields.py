@@ -16,7 +16,8 @@ from typing import Any
 class UnservedField:
     """One row.
 
-    neutral   values that ask for nothing, as their own clients' defaults do; null is one for every field
+    neutral   values that ask for nothing, as their own clients' defaults do; null is one for every field, and where
+              an empty object is one, so is one of which no member asks for anything
     is_inert  whether no value of the field could change an answer here: all are accepted
     advice    what to do instead of asking for it, the end of the sentence that refuses it
     """
@@ -28,6 +29,8 @@ class UnservedField:
 
     def asks(self, value: Any) -> bool:
         """Whether a value asks for what is not served."""
+        if isinstance(value, dict) and {} in self.neutral and all(one in (None, False) for one in value.values()):
+            return False
         return not (self.is_inert or value is None or any(_is_same(value, one) for one in self.neutral))
 
     @property
@@ -110,6 +113,7 @@ GENERATION_FIELDS = _table(
     _refused("repetition_detection", advice="send `repetition_penalty`"),
     _refused("watermarking", "watermark", neutral=(False,)),
     _refused("custom_logit_processor", "custom_params", "vllm_xargs", neutral=({},)),
+    _refused("logits_processors", neutral=([],)),
     _refused("ngram_corpus_id"),
     # The prompt.
     _refused("suffix", neutral=("",), advice="put what is to come after the answer into the prompt"),

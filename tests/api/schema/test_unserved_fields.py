@@ -143,6 +143,18 @@ def test_a_row_accepts_what_asks_for_nothing_and_refuses_the_rest_by_name(
     assert error.message.startswith(f"`{row.name}` is not supported by this server; ")
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_what_asks_for_nothing_is_taken_whatever_it_is_called(server: Server, path: str) -> None:
+    """As bodies are written of models whose every field has a default."""
+    body = next(body for one, _, body in BODIES if one == path)
+    nothing = {"do_remote_decode": False, "do_remote_prefill": False, "remote_host": None}
+    options = {"stream": True, "stream_options": {"include_usage": None, "of_tomorrow": None}}
+    for more in ({"of_tomorrow": None, "logits_processors": []}, {"kv_transfer_params": nothing}, options):
+        assert server.post(path, json={**body, **more}).status_code == 200, more
+    for more in ({"of_tomorrow": False}, {"kv_transfer_params": {**nothing, "do_remote_decode": True}}):
+        assert server.post(path, json={**body, **more}).json()["error"]["param"] == next(iter(more)), more
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [("best_of", True), ("use_beam_search", 0), ("priority", False), ("return_hidden_states", "last"), ("tools", {})],
