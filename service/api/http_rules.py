@@ -16,6 +16,7 @@ INFERENCE_PATHS = (
     "/v1/messages",
     "/v1/messages/count_tokens",
     "/v1/embeddings",
+    "/invocations",
     "/tokenize",
     "/detokenize",
     "/tokenizer_info",

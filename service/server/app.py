@@ -39,6 +39,7 @@ from service.api.routes import (
     embeddings,
     generate,
     health,
+    invocations,
     messages,
     models,
     responses,
@@ -83,6 +84,7 @@ ROUTERS = (
     responses.router,
     messages.router,
     embeddings.router,
+    invocations.router,
     batch.router,
     models.router,
     tokenize.router,
@@ -348,7 +350,7 @@ def preload(services: Services) -> None:
         try:
             with store.begin() as upload:
                 upload.add_directory(path, _links_below(path.resolve(), directory))
-                record, created = upload.finish(join("", name), Change(by="preload"))
+                record, created = upload.finish(join("", name), Change(by="preload", root=str(path)))
                 if created:
                     audit("preload", adapter=name, version=record.version.number, digest=record.digest)
         except store_errors.Conflict as error:

@@ -35,6 +35,8 @@ _UNIONS = frozenset(
         *_SCHEMAS,
     }
 )
+# How the tags of bodies of several kinds begin, which no field's name does.
+BODY_TAG = "\0"
 # How pydantic begins; the name of the field stands before it here.
 _SHOULD = re.compile(r"^(Input|String|List|Dictionary|Value|Data) should")
 # By owner, what the Responses API writes flat and chats one level deeper.
@@ -80,6 +82,8 @@ def _path(fault: Mapping[str, Any]) -> list[Any]:
     # A batch's item has no first part of FastAPI's; there, `body` by itself is a field that the client made up.
     is_field = fault["type"] == "extra_forbidden" and len(loc) == 1
     if (loc[:1] == ["body"] and not is_field) or loc[:1] == ["query"]:
+        del loc[0]
+    if loc and str(loc[0]).startswith(BODY_TAG):
         del loc[0]
     if loc[:1] == ["tools"]:
         loc = [part for part in loc if part not in TOOL_TAGS]

@@ -44,6 +44,52 @@ class TestStopInTheAnswer:
         assert texts == ["</s>", "", ""]
 
 
+class TestInvocations:
+    """SageMaker's one route; the answers are those of the others."""
+
+    @pytest.mark.parametrize(
+        ("path", "body"),
+        [
+            ("/v1/chat/completions", {"messages": CHAT, **GREEDY}),
+            ("/v1/completions", {"prompt": ["the", "tin"], **GREEDY}),
+            ("/v1/completions", {"prompt": "the " * 20_000, "truncate_prompt_tokens": 5, **GREEDY}),
+            ("/v1/embeddings", {"input": "the"}),
+        ],
+        ids=["chat", "completion", "a large body", "embedding"],
+    )
+    def test_the_body_says_what_it_is(self, server: Server, path: str, body: dict[str, Any]) -> None:
+        body = {"model": "alpha", **body}
+        answers = [server.post(one, json={**body, "cache_salt": one}) for one in (path, "/invocations")]
+        assert answers[0].status_code == 200, answers[0].text
+        ours, theirs = ({**one.json(), "id": "", "created": 0} for one in answers)
+        assert ours == theirs
+        assert answers[1].headers["X-Multilora-Adapter"].startswith("alpha@1 ")
+
+    def test_chats_are_streamed(self, server: Server) -> None:
+        body = {"model": BASE, "messages": CHAT, "stream": True, **GREEDY}
+        streamed = server.post("/invocations", json=body)
+        assert (streamed.headers["content-type"], streamed.text[-14:]) == (
+            "text/event-stream; charset=utf-8",
+            "data: [DONE]\n\n",
+        )
+
+    @pytest.mark.parametrize(
+        ("body", "param"),
+        [
+            ({"model": BASE}, "messages"),
+            ([], "messages"),
+            ({"messages": CHAT, "prompt": "the"}, "prompt"),
+            ({"messages": CHAT, "temperature": "hot"}, "temperature"),
+            ({"prompt": "the", "stop": [1]}, "stop"),
+            ({"input": "the", "max_tokens": 1}, "max_tokens"),
+        ],
+        ids=str,
+    )
+    def test_what_is_wrong_has_the_field_s_own_name(self, server: Server, body: Any, param: str) -> None:
+        refused = server.post("/invocations", json=body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param), refused.text
+
+
 class TestTokensAsIds:
     def test_completions(self, client: openai.OpenAI) -> None:
         body: Any = {"return_tokens_as_token_ids": True, "return_token_ids": True}
