@@ -68,7 +68,9 @@ def called_now(name: str) -> str:
     return name.replace("model.", "model.language_model.", 1) if is_text else name
 
 
-@pytest.mark.parametrize("family", ["gemma3", "mistral3", "qwen2_5_vl"])
+@pytest.mark.parametrize(
+    "family", ["gemma3", "mistral3", "mistral3-ministral3", "qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v"]
+)
 def test_names_of_all_times_are_read(family: str, tmp_path: Path, device: str) -> None:
     model_dir = make_whole_model(family, tmp_path)
     file = model_dir / "model.safetensors"
@@ -212,6 +214,55 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "vocab_size": 151_936,
         "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
         "vision_config": {"depth": 32, "hidden_size": 1280},
+    },
+    "GLM-4.1V-9B-Thinking": {
+        "model_type": "glm4v",
+        "text_config": {
+            "attention_bias": True,
+            "eos_token_id": [151_329, 151_336, 151_338, 151_348],
+            "hidden_act": "silu",
+            "hidden_size": 4096,
+            "intermediate_size": 13_696,
+            "max_position_embeddings": 65_536,
+            "model_type": "glm4v_text",
+            "num_attention_heads": 32,
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 2,
+            "partial_rotary_factor": 0.5,
+            "rms_norm_eps": 1e-5,
+            "rope_scaling": {"type": "default", "mrope_section": [8, 12, 12]},
+            "rope_theta": 10_000.0,
+            "vocab_size": 151_552,
+        },
+        "tie_word_embeddings": False,
+        "vision_config": {"depth": 2, "hidden_size": 1536},
+    },
+    "Qwen3-VL-30B-A3B": {
+        "model_type": "qwen3_vl_moe",
+        "text_config": {
+            "attention_bias": False,
+            "decoder_sparse_step": 1,
+            "head_dim": 128,
+            "hidden_act": "silu",
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "max_position_embeddings": 262_144,
+            "mlp_only_layers": [],
+            "model_type": "qwen3_vl_moe_text",
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": True,
+            "num_attention_heads": 32,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-6,
+            "rope_scaling": {"mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"},
+            "rope_theta": 5_000_000,
+            "vocab_size": 151_936,
+        },
+        "tie_word_embeddings": False,
+        "vision_config": {"depth": 2},
     },
     "Qwen3-VL-4B": {
         "model_type": "qwen3_vl",

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from service.models.errors import ModelError
-from service.models.families import llama
+from service.models.families import llama, whole
 from service.models.spec.config_json import (
     Config,
     attention_sizes,
@@ -30,6 +30,12 @@ _DEFAULTS: Config = {
     "partial_rotary_factor": 0.5,
     "attention_bias": True,
     "eos_token_id": [151_329, 151_336, 151_338],
+}
+_DEFAULTS_BESIDE_VISION: Config = {
+    **llama.DEFAULTS,
+    "max_position_embeddings": 32_768,
+    "rms_norm_eps": 1e-5,
+    "num_key_value_heads": 2,
 }
 _MOE_DEFAULTS: Config = {
     **llama.DEFAULTS,
@@ -69,6 +75,16 @@ def _read(config: Config, norms: dict[str, Any]) -> ModelSpec:
     mlp = MlpSpec(size=count(config, "intermediate_size"), inputs=("gate_up_proj",))
     layers = (LayerSpec(mixer=attention, mlp=mlp, **norms),) * count(config, "num_hidden_layers")
     return ModelSpec(**model_sizes(config), layers=layers, rotations=(rope_facts(config, may_turn_a_share=True),))
+
+
+def read_whole(config: Config) -> ModelSpec:
+    """GLM-4.1V and GLM-4.6V-Flash: GLM-4-0414 with a vision tower; see `families`."""
+    return whole.text_part(config, _read_beside_vision, "glm4v_text")
+
+
+def _read_beside_vision(config: Config) -> ModelSpec:
+    """Always with biases."""
+    return _read({**completed(config, _DEFAULTS_BESIDE_VISION), "attention_bias": True}, _END_NORMS)
 
 
 def read_moe(config: Config) -> ModelSpec:

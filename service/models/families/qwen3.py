@@ -32,6 +32,13 @@ _MOE_DEFAULTS: Config = {
 }
 # Defaults of the model with a vision tower.
 _DEFAULTS_BESIDE_VISION: Config = {"max_position_embeddings": 128_000, "rope_theta": 500_000.0}
+_MOE_DEFAULTS_BESIDE_VISION: Config = {
+    **_DEFAULTS_BESIDE_VISION,
+    "num_key_value_heads": 16,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1408,
+}
 
 
 def read(config: Config) -> ModelSpec:
@@ -52,12 +59,28 @@ def _read_beside_vision(config: Config) -> ModelSpec:
 
 def read_moe(config: Config) -> ModelSpec:
     """The same with mixtures of experts in all or some layers; a window, if any, is every layer's."""
-    if "num_experts" not in config and "num_local_experts" in config:
-        config = {**config, "num_experts": config["num_local_experts"]}
-    config = completed(config, _MOE_DEFAULTS, nullable=("sliding_window",))
+    config = completed(_with_num_experts(config), _MOE_DEFAULTS, nullable=("sliding_window",))
     num_layers = count(config, "num_hidden_layers")
     window = config["sliding_window"] if config.get("use_sliding_window", False) else None
     return _read(config, [window] * num_layers, [_feed_forward(config, index) for index in range(num_layers)])
+
+
+def read_whole_moe(config: Config) -> ModelSpec:
+    """Qwen3-VL of experts: the same with a vision tower; see `families`."""
+    return whole.text_part(config, _read_moe_beside_vision, "qwen3_vl_moe_text", is_tied=False)
+
+
+def _read_moe_beside_vision(config: Config) -> ModelSpec:
+    """Without windows, and with weights of a token's experts that always add up to 1."""
+    fixed = {"use_sliding_window": False, "norm_topk_prob": True}
+    return read_moe({**completed(_with_num_experts(config), _MOE_DEFAULTS_BESIDE_VISION), **fixed})
+
+
+def _with_num_experts(config: Config) -> Config:
+    """config with the name that transformers 5 writes replaced by the older one."""
+    if "num_experts" in config or "num_local_experts" not in config:
+        return config
+    return {**config, "num_experts": config["num_local_experts"]}
 
 
 def _read(config: Config, windows: Sequence[int | None], feed_forwards: Sequence[FeedForward]) -> ModelSpec:

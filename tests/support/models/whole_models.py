@@ -70,6 +70,26 @@ _WHOLES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "qwen3_vl_moe": (
+        "qwen3_moe",
+        {
+            "model_type": "qwen3_vl_moe_text",
+            "rope_parameters": {"rope_theta": 1000.0, "mrope_section": [3, 3, 2], "mrope_interleaved": True},
+        },
+        {
+            "vision_config": {**_QWEN, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+            "tie_word_embeddings": False,
+        },
+    ),
+    "glm4v": (
+        "glm4",
+        {
+            "model_type": "glm4v_text",
+            "head_dim": 12,
+            "rope_parameters": {"rope_theta": 1000.0, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 1]},
+        },
+        {"vision_config": {**_QWEN, "image_size": 16, "patch_size": 8}, "tie_word_embeddings": False},
+    ),
     "qwen3_5": (
         "qwen3_5_text",
         {
