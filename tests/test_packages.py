@@ -85,6 +85,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("service.settings", "service.logs", "service.version", "service.fairness"),
     ),
     # A client of a server that runs elsewhere.
+    "service/client.py": ("service.cli.client", "service.cli.upload_client"),
     "service/cli/client.py": ("service.version",),
     "service/cli/chat.py": ("service.cli.client",),
     "service/cli/commands.py": ("service.cli.client", "service.cli.upload_client"),

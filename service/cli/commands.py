@@ -46,7 +46,7 @@ def upload(arguments: argparse.Namespace) -> int:
     path, headers = path_of("/v1/adapters", name), _conditions(arguments)
     said = {part: getattr(arguments, part) for part in ("note", "visibility", "shared_with")}
     data = {part: text for part, text in said.items() if text}
-    asked = "&".join(f"{one}=true" for one in ("probe", "without_tokenizer") if getattr(arguments, one))
+    asked = "&".join(f"{one}=true" for one in ("probe", "without_tokenizer", "ephemeral") if getattr(arguments, one))
     with ExitStack() as opened, _readable(arguments.path):
         parts = [(part, _sendable(file), opened.enter_context(file.open("rb"))) for part, file in files.items()]
         body = Multipart(data, parts)

@@ -183,6 +183,8 @@ def _add_upload(parser: argparse.ArgumentParser) -> None:
     )
     text = "leave out the files of its tokenizer, which name tokens that it was not trained with"
     parser.add_argument("--without-tokenizer", action="store_true", help=text)
+    text = "keep it in the server's memory alone, until that ends"
+    parser.add_argument("--ephemeral", action="store_true", help=text)
     condition = parser.add_mutually_exclusive_group()
     condition.add_argument("--new", action="store_true", help="refuse if there is an adapter of this name")
     condition.add_argument("--if-version", metavar="VERSION", help="refuse if the adapter is at another version")

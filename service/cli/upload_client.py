@@ -42,7 +42,7 @@ class Multipart:
     """The body of a request: text parts, then files.
 
     texts     part name to text
-    files     (part name, file name, open file); closed by the caller
+    files     (part name, file name, open file, on the disk or in memory); closed by the caller
     boundary  random where nothing else is said
     """
 
@@ -55,7 +55,8 @@ class Multipart:
             self._add(self._head(name) + text.encode() + b"\r\n")
         for name, file_name, file in files:
             self._add(self._head(name, file_name))
-            num_bytes = os.fstat(file.fileno()).st_size
+            num_bytes = file.seek(0, os.SEEK_END)
+            file.seek(0)
             if num_bytes <= _SMALL_BYTES:
                 self._add(file.read())
             else:

@@ -46,7 +46,6 @@ from service.api.routes import (
     tokenize,
 )
 from service.api.state import Services
-from service.api.uploads.tensors_json import MAX_BESIDE_BYTES
 from service.cluster.engines import Engines
 from service.engine.ipc.client import EngineClient
 from service.engine.ipc.link import EngineLink
@@ -390,9 +389,8 @@ def _body_rule(settings: Settings) -> Callable[[str, str], BodyRule]:
     Those of the vLLM paths and of rollbacks are a name or two, and parsed in the loop."""
     upload = BodyRule(int(settings.max_upload_bytes) + (1 << 16), is_buffered=False, flag="--max-upload-bytes")
     small = BodyRule(min(_SMALL_BODY_BYTES, int(settings.max_body_bytes)))
-    in_base64 = upload._replace(limit_bytes=upload.limit_bytes * 4 // 3 + MAX_BESIDE_BYTES)
-    rules = {"/v1/adapters": upload, sglang_lora.LOAD_PATH: in_base64}
-    rules |= dict.fromkeys((*vllm_lora.PATHS, "/unload_lora_adapter"), small)
+    rules = {"/v1/adapters": upload, **dict.fromkeys((*vllm_lora.PATHS, "/unload_lora_adapter"), small)}
+    rules[sglang_lora.LOAD_PATH] = upload._replace(limit_bytes=sglang_lora.body_bytes(upload.limit_bytes))
     other = BodyRule(int(settings.max_body_bytes), flag="--max-body-bytes")
 
     def rule(method: str, path: str) -> BodyRule:

@@ -12,7 +12,7 @@ from service.api.schema.answers import LoraUpdated
 from service.api.schema.query import no_query
 from service.api.schema.requests import LoadTensorsRequest, SglangUnloadRequest
 from service.api.uploads.multipart import UploadQuery
-from service.api.uploads.tensors_json import tensors_json
+from service.api.uploads.tensors_json import MAX_BESIDE_BYTES, tensors_json
 
 LOAD_PATH = "/load_lora_adapter_from_tensors"
 router = APIRouter(tags=["SGLang"])
@@ -45,3 +45,8 @@ async def unload(request: Request, body: SglangUnloadRequest) -> LoraUpdated:
     refuse_conditions(request, "send DELETE /v1/adapters/{name}")
     digest = await remove_adapter(request, body.lora_name, move)
     return LoraUpdated(success=True, error_message="", digest=digest)
+
+
+def body_bytes(upload_bytes: int) -> int:
+    """The largest body of a load whose tensors are as large as an upload may be."""
+    return upload_bytes * 4 // 3 + MAX_BESIDE_BYTES

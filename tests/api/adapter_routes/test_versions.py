@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import openai
+import peft
 import pytest
+import transformers
+from safetensors.numpy import load_file as load_numpy
+from safetensors.torch import load_file as load_torch
 
+from service.cli.client import ClientError, Missing
 from service.cli.main import main
+from service.client import AsyncClient, Client, Version
 from tests.api.adapter_routes import moves
 from tests.api.conftest import BASE, Checkpoints
 from tests.support.http.server import Server, running_server, wait_for
@@ -237,6 +244,8 @@ def test_the_commands_of_an_operator(
     assert f"{name}@1 is there" in said("upload", str(contents[0]), f"--name={name}", "--note=first")
     assert f"{name}@2 is there" in said("upload", str(contents[1]), f"--name={name}")
     assert f"{name}@2 was there already" in said("upload", str(contents[1]), f"--name={name}")
+    assert main(["upload", str(contents[2]), f"--name={name}", "--ephemeral", at]) == 1
+    assert "on the disk" in capsys.readouterr().err
     assert main(["upload", str(contents[2]), f"--name={name}", "--new", at]) == 1
     assert "taken" in capsys.readouterr().err
     assert main(["upload", str(contents[2]), f"--name={name}", "--if-version=1", at]) == 1
@@ -318,3 +327,64 @@ def test_tensors_load_as_an_ephemeral_version(server: Server, contents: list[Pat
     gone = server.post("/unload_lora_adapter", json={"lora_name": name}).json()
     assert gone == {"success": True, "error_message": "", "version": None, "digest": answer.json()["digest"]}
     assert code_of(server.post("/unload_lora_adapter", json={"lora_name": name})) == (404, "not_found")
+
+
+class TestClient:
+    """`service.client`, for trainers."""
+
+    PROMPT = (20, 30, 40)
+    SAMPLING: Mapping[str, Any] = {"max_tokens": 6, "temperature": 0, "logprobs": 0}
+
+    def test_tensors_a_directory_and_a_model_are_one_content(
+        self, server: Server, checkpoints: Checkpoints, contents: list[Path], name: str
+    ) -> None:
+        directory = contents[0]
+        config = json.loads((directory / "adapter_config.json").read_text())
+        tensors = directory / "adapter_model.safetensors"
+        base = transformers.AutoModelForCausalLM.from_pretrained(checkpoints.base)
+        model = peft.PeftModel.from_pretrained(base, directory)
+        durable = put(server, f"{name}-durable", directory).json()["digest"]
+        server.http.delete(f"{server.url}/v1/adapters/{name}-durable")
+        with Client(server.openai_url) as client:
+            given = [
+                (directory, None),
+                (load_numpy(tensors), config),
+                (load_torch(tensors), model.peft_config["default"]),
+            ]
+            for adapter, of in (*given, (model, None)):
+                assert client.upload(name, adapter, of) == Version(name, 1, durable)
+            assert server.get(f"/v1/adapters/{name}").json()["ephemeral"]
+            with pytest.raises(TypeError, match="config"):
+                client.upload(name, load_numpy(tensors))
+
+    def test_answers_say_which_version_made_them(self, server: Server, contents: list[Path], name: str) -> None:
+        with Client(server.url) as client:
+            versions = [client.upload(name, content, note="by the client") for content in contents[:2]]
+            first, second = (client.generate(f"{name}@{one.number}", self.PROMPT, **self.SAMPLING) for one in versions)
+            assert (first.digest, second.digest) == (versions[0].digest, versions[1].digest)
+            assert first.choices[0]["token_ids"] != second.choices[0]["token_ids"]
+            assert len(first.logprobs(0)) == 6
+            assert client.move(name, 1).digest == versions[0].digest
+            assert client.generate(name, self.PROMPT, **self.SAMPLING).choices[0] == first.choices[0]
+            assert client.generate(BASE, self.PROMPT, **self.SAMPLING).digest == ""
+            client.pause("wait")
+            assert server.get("/is_paused").json() == {"is_paused": True}
+            assert client.upload(name, contents[2]).number == 4, "a paused server takes uploads"
+            client.resume()
+            with pytest.raises(ClientError, match="version 4"):
+                client.upload(name, contents[0], if_version="3")
+            client.delete(name)
+            with pytest.raises(Missing, match=name):
+                client.generate(name, self.PROMPT)
+
+    def test_the_asynchronous_client_has_the_same(self, server: Server, contents: list[Path], name: str) -> None:
+        async def run() -> None:
+            async with AsyncClient(server.url) as client:
+                version = await client.upload(name, contents[0])
+                asked = [client.generate(name, self.PROMPT, **self.SAMPLING) for _ in range(20)]
+                assert {one.digest for one in await asyncio.gather(*asked)} == {version.digest}
+                with pytest.raises(ClientError, match="max_tokens"):
+                    await client.generate(name, self.PROMPT, max_tokens=-1)
+                await client.delete(name)
+
+        asyncio.run(run())
