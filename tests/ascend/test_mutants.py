@@ -26,7 +26,7 @@ from kernels.rotary_kv import triton_ascend as rotary_host
 from tests.ascend.gate import linalg_cpu
 from tests.ascend.mutants.__main__ import drawn
 from tests.ascend.mutants.changes import Mutant, mutants_of
-from tests.ascend.mutants.judge import NOT_COMPILED, SURVIVED, judge, source_of
+from tests.ascend.mutants.judge import NOT_COMPILED, NOT_JUDGED, SURVIVED, judge, source_of
 
 pytestmark = [
     pytest.mark.wide,
@@ -212,7 +212,18 @@ def test_a_judge_that_cannot_begin_has_caught_nothing() -> None:
         judge(conv, broken)
 
 
+def test_a_compiler_that_dies_has_caught_nothing() -> None:
+    """As where memory is short: that says nothing of the mutant."""
+    died = (
+        "\nfrom tests.ascend.gate import checks, compiler\n"
+        "def died(*_):\n    raise compiler.CompilerDied('killed')\n"
+        "checks.compile_kernel = died\n"
+    )
+    killed = Mutant("conv_update", "text", 0, "", "", lambda: source_of(conv) + died)
+    assert judge(conv, killed) == NOT_JUDGED
+
+
 def test_mutants_that_are_drawn_at_random_are_caught() -> None:
     verdicts = (judge(module, mutant) for module, mutant in drawn(seed=1))
-    compiled = (verdict for verdict in verdicts if verdict != NOT_COMPILED)
+    compiled = (verdict for verdict in verdicts if verdict not in (NOT_COMPILED, NOT_JUDGED))
     assert SURVIVED not in itertools.islice(compiled, NUM_DRAWN)

@@ -51,6 +51,7 @@ def test_a_short_transfer_takes_longer_than_its_bytes(
         ("broadcast_2d_f32", [vector(128)], 11 + 13 + 2),  # VECTOR_DUP
         ("vunheard_f32", [vector(64)], 13 + 18 + 2),  # as VADD
         ("vmul_2d_f32", [vector(0)], 0),
+        ("copy_ubuf_to_ubuf_2d_f32", [vector(512), vector(512)], 11 + 13 + 1 * 8),  # VCOPY
         ("load_gm_to_ubuf_2d_f32", [vector(64)], 0),
     ],
 )

@@ -25,7 +25,9 @@ _CORE_KINDS = {
     "AIC": {"load": ("GM", "L1"), "store": ("L0C", "GM")},
 }
 # Library functions whose names are not those of their instructions. A cast reads and writes in float32's rhythm.
-_INSTRUCTIONS = {"vcast": "CONV_BF162F32", "reduce": "VCADD", "broadcast": "VECTOR_DUP", "vln": "LOG"}
+_INSTRUCTIONS = {
+    "vcast": "CONV_BF162F32", "reduce": "VCADD", "broadcast": "VECTOR_DUP", "vln": "LOG", "copy": "VCOPY",
+}  # fmt: skip
 
 
 def transfer_effort(action: str, num_bytes: int, moved_bytes: int) -> int:
@@ -40,7 +42,7 @@ def transfer_effort(action: str, num_bytes: int, moved_bytes: int) -> int:
 def vector_cycles(function: str, operands: list[MemRef]) -> int:
     """Cycles of a library function on the vector unit; 0 for functions of other units."""
     name = function.removeprefix("enablevc_").removeprefix("disablevc_").partition("_")[0]
-    if not operands or not name.startswith(("v", "reduce", "broadcast")):
+    if not operands or not (name.startswith(("v", "reduce", "broadcast")) or "ubuf_to_ubuf" in function):
         return 0
     largest = max(operands, key=lambda ref: ref.num_elements)
     if largest.empty:

@@ -22,7 +22,7 @@ from types import ModuleType
 
 from tests.ascend.mutants.changes import Mutant, mutants_of
 from tests.ascend.mutants.equivalent import reason_for
-from tests.ascend.mutants.judge import MODULES, NOT_COMPILED, SURVIVED, judge, source_of
+from tests.ascend.mutants.judge import MODULES, NOT_COMPILED, NOT_JUDGED, SURVIVED, judge, source_of
 
 FEWEST_CAUGHT = 0.95
 
@@ -64,7 +64,9 @@ def main() -> int:
                 break
             for future in wait(running, return_when=FIRST_COMPLETED).done:
                 mutant, verdict = running.pop(future), future.result()
-                if verdict == NOT_COMPILED:
+                if verdict in (NOT_COMPILED, NOT_JUDGED):
+                    if verdict == NOT_JUDGED:
+                        print(f"     {mutant}\n       {verdict}: not counted", flush=True)
                     continue
                 judged += 1
                 reason = reason_for(mutant) if verdict == SURVIVED else None

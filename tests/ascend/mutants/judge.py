@@ -37,7 +37,8 @@ _LARGE = {
     "qwen3.5 27B",
     "sequences that begin with a tile",
 }
-SURVIVED, NOT_COMPILED = "survived", "did not compile"
+# The last two say nothing of the gate: the compiler refused the change, or ended for a reason that is not the change's.
+SURVIVED, NOT_COMPILED, NOT_JUDGED = "survived", "did not compile", "the compiler died"
 
 
 def source_of(module: ModuleType) -> str:
@@ -47,7 +48,7 @@ def source_of(module: ModuleType) -> str:
 
 
 def judge(module: ModuleType, mutant: Mutant, launch_name: str = "") -> str:
-    """What the gate says of the mutant: `SURVIVED`, `NOT_COMPILED`, or how it was caught.
+    """What the gate says of the mutant: `SURVIVED`, `NOT_COMPILED`, `NOT_JUDGED`, or how it was caught.
 
     In a process of its own, and no fork of this one: threads that do not exist there, or pytest's signal handlers,
     would hang or end it for reasons that are not the mutant's.
@@ -94,6 +95,8 @@ def _verdict(changed: ModuleType, launches: list[tuple[str, Case, str]]) -> str:
             _run(dataclasses.replace(case, kernel=kernel), launch_name)
         except compiler.CompileError as error:
             return NOT_COMPILED if error.stage != "device" else f"{launch_name}: {error}"[:200]
+        except compiler.CompilerDied:
+            return NOT_JUDGED
         except Exception as error:  # whatever the gate would fail with
             return f"{launch_name}: {type(error).__name__}: {' '.join(str(error).split())}"[:200]
     return SURVIVED
