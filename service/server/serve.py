@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 from service.cli.help import flag_parser
 from service.logs import LOGGER, configure
 from service.machine import OTHER_FILES
+from service.models.gguf_directory import model_directory
 from service.server.gc_tuning import prepare
 from service.server.own_engines import own_engines
 from service.settings import Settings, SettingsError, load_settings
@@ -52,7 +53,8 @@ def serve(flags: Sequence[str]) -> int:
         settings = load_settings(**given)
         configure(settings.log_format, settings.log_level, settings.refusal_lines_per_minute)
         _warn_of_unknown_variables()
-        return _run(settings)
+        served_dir = model_directory(settings.model_dir, settings.store_root / "gguf")
+        return _run(settings.model_copy(update={"model_dir": served_dir}))
     except ValueError as error:  # SettingsError, StartError, ModelError, TextError, StoreBusy: one sentence each
         if not _is_for_operator(error):
             raise

@@ -17,11 +17,13 @@ from service.models.checkpoint.checkpoint import open_checkpoint
 from service.models.checkpoint.tensors import compare
 from service.models.errors import ModelError
 from service.models.families import model_spec
+from service.models.gguf_directory import model_directory
 from service.models.loader import load_model
 from service.models.spec.config_json import read_config
+from service.text.tokenizer import TextTokenizer
 from tests.models.test_parity import assert_parity
 from tests.support.engine.engine_parity import Oracle, answers_of, assert_greedy, make_requests, make_world
-from tests.support.models.quantised_models import FORMATS, ONLINE, make_quantised, make_quantised_online
+from tests.support.models.quantised_models import FORMATS, ONLINE, make_gguf, make_quantised, make_quantised_online
 from tests.support.models.tiny_models import DEQUANTISED, LINEAR_MODULES
 
 FIXTURE = Path(__file__).with_name("quantised_fixture.safetensors")
@@ -105,6 +107,56 @@ def test_tensors_of_the_tools_have_the_bits_that_the_tools_give_them(name: str, 
     for dtype in (torch.float32, torch.bfloat16):
         if f"{name}.{dtype}" in fixture:
             assert torch.equal(dequantise(weight, dtype), fixture[f"{name}.{dtype}"])
+
+
+GGUF_CASES = [
+    *(f"llama-{kind}" for kind in ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K", "F16", "BF16")),
+    *("qwen2-Q4_K", "qwen3-Q6_K", "qwen3-Q4_0"),
+]
+
+
+@pytest.mark.parametrize("case", marked(GGUF_CASES, {*GGUF_CASES} - {"llama-Q4_1", "llama-Q4_K", "llama-Q6_K"}))
+def test_a_gguf_file_has_the_weights_of_its_own_package(case: str, tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="NOT RUN: the package gguf is not installed")
+    family, _, kind = case.partition("-")
+    file = make_gguf(kind, family, tmp_path)
+    model_dir = model_directory(file, tmp_path / "served")
+    (model_dir / DEQUANTISED).symlink_to(tmp_path / DEQUANTISED)
+    plain = load_file(model_dir / DEQUANTISED / "model.safetensors")
+    spec = model_spec(read_config(model_dir))
+    with open_checkpoint(model_dir) as checkpoint:
+        assert compare(spec, checkpoint).faults == compare(spec, checkpoint).unexpected == ()
+        for name, shape in spec.tensors(checkpoint).items():
+            assert torch.equal(checkpoint.tensor(name, shape).float(), plain[name]), name
+    assert_parity(model_dir, "cpu")
+    tokenizer = TextTokenizer.load(model_dir)
+    text = "the 12 ants,  <|im_start|>then"
+    assert tokenizer.encode(text) == TextTokenizer.load(tmp_path / DEQUANTISED).encode(text)
+
+
+def test_a_gguf_file_that_cannot_be_served_is_refused_by_a_sentence(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf", reason="NOT RUN: the package gguf is not installed")
+    file = make_gguf("Q8_0", "llama", tmp_path, num_hidden_layers=1)
+    content = file.read_bytes()
+    cut, nothing = "is cut or no GGUF file: download it again", b"GGUX" + content[4:]
+    cases = [(content[:size], cut) for size in (0, 3, 20, 500, 6000, len(content) - 64)] + [(nothing, cut)]
+    cases += [(content.replace(b"llama", b"mamba"), "of the architecture 'mamba'; served are llama, qwen2, qwen3")]
+    cases += [(content.replace(b"smollm", b"falcon"), "the pre-tokenizer 'falcon'; served are gpt2 with smollm")]
+    cases += [(content.replace(b"llama.block_count", b"llama.block_mount"), "metadata has no llama.block_count")]
+    for changed, words in cases:
+        file.write_bytes(changed)
+        with pytest.raises(ModelError) as caught:
+            model_directory(file, tmp_path / "served")
+        assert words in str(caught.value) and "\n" not in str(caught.value)
+    at = gguf.GGUFReader(write(file, content)).get_tensor(3).data_offset
+    write(file, content[:at] + b"\x00\x7e" + content[at + 2 :])  # NaN, as a scale
+    with pytest.raises(ModelError, match="NaN or infinite"):
+        load_model(model_directory(file, tmp_path / "served"))
+
+
+def write(file: Path, content: bytes) -> Path:
+    file.write_bytes(content)
+    return file
 
 
 # DoRA reads the base's norms, saved heads and trained tokens its rows.

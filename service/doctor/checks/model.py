@@ -27,6 +27,7 @@ def look_at_model(examination: Examination) -> Section:
     from service.engine.startup.build import decide, shapes_to_probe
     from service.models.errors import ModelError
     from service.models.families import model_spec
+    from service.models.layouts import weight_files
     from service.models.spec.config_json import read_config
 
     settings = examination.settings
@@ -35,7 +36,7 @@ def look_at_model(examination: Examination) -> Section:
     section.facts["bundled"] = settings.model_dir.resolve() == BUNDLED_MODEL_DIR
     try:
         spec = model_spec(read_config(settings.model_dir))
-        weight_bytes = sum(path.stat().st_size for path in settings.model_dir.glob("*.safetensors"))
+        weight_bytes = sum(path.stat().st_size for path in weight_files(settings.model_dir))
         section.facts |= {
             "type": spec.model_type,
             "num_layers": spec.num_layers,

@@ -12,6 +12,8 @@ from service.doctor.checks.model import look_at_model, look_at_store, time_adapt
 from service.doctor.checks.software import look_at_environment, look_at_versions
 from service.doctor.checks.step_process import StepFailed, StepHost
 from service.doctor.report import Report, Section
+from service.models.errors import ModelError
+from service.models.gguf_directory import model_directory
 from service.settings import SettingsError, load_settings
 from service.version import server_version
 
@@ -36,9 +38,11 @@ def examine(arguments: argparse.Namespace, tell: Callable[[str], None]) -> Repor
     try:
         settings = load_settings(**given)
         settings.engine_options()
+        served_dir = model_directory(settings.model_dir, settings.store_root / "gguf")
+        settings = settings.model_copy(update={"model_dir": served_dir})
     except Exception as error:
         section = Section("settings", "Settings")
-        if isinstance(error, SettingsError):
+        if isinstance(error, SettingsError | ModelError):
             section.find("error", "settings", str(error), "See multilora serve --help.")
         else:  # such as a working directory that is gone
             section.findings.append(fault_of(error, "settings-fault"))

@@ -17,8 +17,10 @@ from safetensors import SafetensorError, safe_open
 from adapters.peft.module_names import tail_of
 from kernels.linear.quantised import Quantised, dequantise
 from service.models.checkpoint import quantised
+from service.models.checkpoint.gguf_checkpoint import GgufCheckpoint
 from service.models.checkpoint.quantised import FLOATS, Header, Sizes
 from service.models.errors import ModelError
+from service.models.gguf_file import LINK
 from service.models.spec.config_json import read_config
 from service.models.spec.quantisation import Quantisation, quantisation_of
 
@@ -177,8 +179,13 @@ class Checkpoint:
 
 
 @contextmanager
-def open_checkpoint(model_dir: Path) -> Iterator[Checkpoint]:
-    """Open the safetensors files of `model_dir`; the memory maps end with the context. Raises ModelError."""
+def open_checkpoint(model_dir: Path) -> Iterator[Checkpoint | GgufCheckpoint]:
+    """Open the safetensors files of `model_dir`, or its GGUF file; the memory maps end with the context. Raises
+    ModelError."""
+    if (model_dir / LINK).exists():
+        written = read_config(model_dir).get("quantization_config") or {}
+        yield GgufCheckpoint(model_dir / LINK, has_paired_rows=bool(written.get("has_paired_rows")))
+        return
     has_config = (model_dir / "config.json").is_file()
     checkpoint = Checkpoint(model_dir, quantisation_of(read_config(model_dir)) if has_config else None)
     try:

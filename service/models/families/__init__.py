@@ -26,6 +26,7 @@ from service.models.families import (
     qwen3_5,
     smollm3,
 )
+from service.models.gguf_file import GgufFile
 from service.models.spec.config_json import check_kinds
 from service.models.spec.model_spec import ModelSpec
 from service.models.spec.quantisation import quantisation_of
@@ -66,6 +67,7 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], ModelSpec]] = MappingProxyT
     }
 )
 FAMILIES = tuple(_READERS)
+__all__ = ["FAMILIES", "PRE_TOKENIZERS", "config_of_gguf", "model_spec"]
 
 
 def model_spec(config: Mapping[str, Any]) -> ModelSpec:
@@ -85,3 +87,58 @@ def model_spec(config: Mapping[str, Any]) -> ModelSpec:
         if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
             raise ModelError(f"config.json must give sliding_window as a positive integer or null, and has {window!r}")
     return spec
+
+
+# Architectures that llama.cpp calls as transformers does, and whether it has the rows of queries and keys in the order
+# of pairs that are rotated together.
+_ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False}
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# Byte-level BPE by `tokenizer.ggml.pre`: the pattern that cuts texts, or None for words with digits one by one; and
+# whether a word that is a token needs no merges.
+PRE_TOKENIZERS: dict[str, tuple[str | None, bool]] = {
+    "smollm": (None, False),
+    "llama-bpe": (_WORDS % "{1,3}", True),
+    "llama3": (_WORDS % "{1,3}", True),
+    "qwen2": (_WORDS % "", False),
+}
+
+
+def config_of_gguf(file: GgufFile) -> dict[str, Any]:
+    """Raises ModelError for what is not served."""
+    architecture = file.fact("general.architecture")
+    if architecture not in _ARCHITECTURES:
+        raise ModelError(
+            f"the GGUF file is of the architecture {architecture!r}; served are {', '.join(_ARCHITECTURES)}: give the "
+            "model's Hugging Face directory"
+        )
+
+    def fact(name: str) -> Any:
+        return file.fact(f"{architecture}.{name}")
+
+    hidden_size, num_heads = fact("embedding_length"), fact("attention.head_count")
+    config = {
+        "model_type": architecture,
+        "dtype": "bfloat16",
+        "hidden_act": "silu",
+        "vocab_size": len(file.fact("tokenizer.ggml.tokens")),
+        "hidden_size": hidden_size,
+        "intermediate_size": fact("feed_forward_length"),
+        "num_hidden_layers": fact("block_count"),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": file.facts.get(f"{architecture}.attention.head_count_kv", num_heads),
+        "head_dim": file.facts.get(f"{architecture}.attention.key_length", hidden_size // max(num_heads, 1)),
+        "max_position_embeddings": fact("context_length"),
+        "rms_norm_eps": float(f"{fact('attention.layer_norm_rms_epsilon'):.6g}"),  # GGUF has it in float32
+        "rope_theta": float(file.facts.get(f"{architecture}.rope.freq_base", 10_000.0)),
+        "tie_word_embeddings": "output.weight" not in file.places,
+        "bos_token_id": file.facts.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": file.facts.get("tokenizer.ggml.eos_token_id"),
+        "quantization_config": {"quant_method": "gguf", "has_paired_rows": _ARCHITECTURES[architecture]},
+    }
+    if file.facts.get(f"{architecture}.rope.scaling.type", "none") != "none" or "rope_freqs.weight" in file.places:
+        raise ModelError("the GGUF file scales its rotation, which is not served: give the model's own directory")
+    if file.facts.get(f"{architecture}.expert_count", 0):
+        raise ModelError("the GGUF file has experts, which are not served from GGUF: give the model's own directory")
+    return config

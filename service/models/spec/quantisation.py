@@ -62,6 +62,7 @@ def _read(given: Any, key: str) -> Quantisation:
         "gptq": _gptq,
         "auto-round": _auto_round,
         "bitsandbytes": _bitsandbytes,
+        "gguf": _gguf,
     }
     read = readers.get(str(method))
     if read is None:
@@ -140,6 +141,11 @@ def _auto_round(given: Mapping[str, Any]) -> Quantisation:
 
 def _bitsandbytes(given: Mapping[str, Any]) -> Quantisation:  # noqa: ARG001
     return Quantisation("bitsandbytes", ("bnb4", "bnb8"))
+
+
+def _gguf(given: Mapping[str, Any]) -> Quantisation:  # noqa: ARG001
+    """The file's own types say all."""
+    return Quantisation("gguf", ())
 
 
 def _group(given: Mapping[str, Any]) -> int:

@@ -289,3 +289,88 @@ def make_quantised_online(
 def is_quantised(module: str, weight: torch.Tensor) -> bool:
     """Routers and gates stay as they are, and what is too small to pack."""
     return not module.endswith((".gate", "shared_expert_gate")) and weight.shape[0] % 8 == 0 == weight.shape[1] % 8
+
+
+_GGUF_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    **{f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"},
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
+}
+
+
+def make_gguf(kind: str, family: str, directory: Path, **overrides: Any) -> Path:
+    """Write a tiny model's file by the package gguf, its matrices of the type `kind`, and beside it the dequantised
+    twin; returns the file."""
+    import gguf
+
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 64, **overrides}
+    made = make_tiny_model(family, directory / DEQUANTISED, **sizes)
+    config = json.loads((made / "config.json").read_text())
+    tokenizer = json.loads((made / "tokenizer.json").read_text())
+    writer = gguf.GGUFWriter(directory / "tiny.gguf", family)
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    vocab: dict[str, int] = tokenizer["model"]["vocab"]
+    texts = [*vocab, *(f"<unused {at}>" for at in range(len(vocab), config["vocab_size"]))]
+    special = {token["content"] for token in tokenizer["added_tokens"]}
+    writer.add_token_list(texts)
+    writer.add_token_types([3 if text in special else 1 for text in texts])
+    writer.add_token_merges([" ".join(merge) for merge in tokenizer["model"]["merges"]])
+    plain = load_file(made / "model.safetensors")
+    generator = np.random.default_rng(0)
+    for name, tensor in list(plain.items()):
+        module, _, suffix = name.rpartition(".")
+        values, layer = tensor.numpy(), ""
+        if ".layers." in module:
+            _, _, layer, module = module.split(".", 3)
+        stored = (f"blk.{layer}." if layer else "") + f"{_GGUF_NAMES[module]}.{suffix}"
+        heads = {"self_attn.q_proj": "num_attention_heads", "self_attn.k_proj": "num_key_value_heads"}.get(module)
+        is_paired = family == "llama" and heads is not None
+        if is_paired:  # as llama.cpp's converter has it
+            values = values.reshape(config[heads], 2, -1, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
+        if values.ndim == 1:
+            writer.add_tensor(stored, values)
+            continue
+        raw_type = gguf.GGMLQuantizationType[kind]
+        octets = _k_blocks(kind, values, generator) if kind in _HALVES else gguf.quantize(values, raw_type)
+        writer.add_tensor(stored, octets, raw_dtype=raw_type)
+        values = gguf.dequantize(octets, raw_type).astype(np.float32)
+        if is_paired:
+            values = values.reshape(config[heads], -1, 2, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
+        plain[name] = torch.from_numpy(values.copy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    save_file(plain, made / "model.safetensors", {"format": "pt"})
+    return directory / "tiny.gguf"
+
+
+# Bytes of a block of 256, where its halves are, and their size, for which gguf has no quantisation: blocks of any bits.
+_HALVES = {"Q4_K": (144, (0, 2), (2e-4, 1.5e-3)), "Q6_K": (210, (208,), (3e-5,))}
+
+
+def _k_blocks(kind: str, values: Any, generator: Any) -> Any:
+    num_bytes, places, sizes = _HALVES[kind]
+    rows, columns = values.shape
+    blocks = generator.integers(0, 256, (rows, columns // 256, num_bytes), dtype=np.uint8)
+    for at, size in zip(places, sizes, strict=True):
+        halves = (generator.uniform(0.5, 1.5, blocks.shape[:2]) * size).astype(np.float16)
+        blocks[..., at : at + 2] = halves[..., None].view(np.uint8)
+    return blocks.reshape(rows, -1)

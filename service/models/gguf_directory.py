@@ -1,0 +1,107 @@
+"""A GGUF file as a model directory: config.json, tokenizer and template beside a link to the file. Torch-free.
+
+The weights stay in the file. What the metadata cannot say exactly is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from service.models.errors import ModelError
+from service.models.families import PRE_TOKENIZERS, config_of_gguf
+from service.models.gguf_file import LINK, GgufFile, read_gguf
+
+_CONTROL_TOKEN, _USER_TOKEN = 3, 4
+
+
+def model_directory(path: Path, root: Path) -> Path:
+    """The model directory of the GGUF file at `path`, written below `root` unless it is there; any other path as it is.
+    Raises ModelError."""
+    if path.suffix != ".gguf" or path.is_dir():
+        return path
+    if not path.is_file():
+        raise ModelError(f"{path} is no file")
+    directory, stat = root / path.stem, path.stat()
+    mark = directory / "source.json"
+    source = json.dumps([str(path.resolve()), stat.st_size, stat.st_mtime_ns])
+    if mark.is_file() and mark.read_text() == source:
+        return directory
+    file = read_gguf(path)
+    texts: dict[str, Any] = {"config.json": config_of_gguf(file), **_tokenizer(file)}
+    directory.mkdir(parents=True, exist_ok=True)
+    mark.unlink(missing_ok=True)
+    for name, content in texts.items():
+        (directory / name).write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    template = file.facts.get("tokenizer.chat_template")
+    (directory / "chat_template.jinja").unlink(missing_ok=True)
+    if isinstance(template, str):
+        (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
+    (directory / LINK).unlink(missing_ok=True)
+    os.symlink(path.resolve(), directory / LINK)
+    mark.write_text(source)
+    return directory
+
+
+def _tokenizer(file: GgufFile) -> dict[str, Any]:
+    """tokenizer.json and tokenizer_config.json."""
+    kind, cut = file.fact("tokenizer.ggml.model"), file.facts.get("tokenizer.ggml.pre", "default")
+    if kind != "gpt2" or cut not in PRE_TOKENIZERS:
+        raise ModelError(
+            f"the GGUF file's tokenizer is {kind!r} with the pre-tokenizer {cut!r}; served are gpt2 with "
+            f"{', '.join(PRE_TOKENIZERS)}: give the model's Hugging Face directory"
+        )
+    texts, kinds = file.fact("tokenizer.ggml.tokens"), file.fact("tokenizer.ggml.token_type")
+    merges = [merge.split(" ", 1) for merge in file.fact("tokenizer.ggml.merges")]
+    added = [
+        {
+            "id": at,
+            "content": text,
+            "special": token == _CONTROL_TOKEN,
+            **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False),
+        }
+        for at, (text, token) in enumerate(zip(texts, kinds, strict=True))
+        if token in (_CONTROL_TOKEN, _USER_TOKEN)
+    ]
+    (pattern, ignores_merges), bytes_ = (
+        PRE_TOKENIZERS[cut],
+        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True},
+    )
+    first = {"type": "Digits", "individual_digits": True}
+    if pattern is not None:
+        first = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    bpe: dict[str, Any] = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None}
+    bpe |= {"end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False}
+    bpe |= {"ignore_merges": ignores_merges, "vocab": {text: at for at, text in enumerate(texts)}}
+    ids = {name: file.facts.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "padding", "unknown")}
+    post: dict[str, Any] = {**bytes_, "use_regex": True}
+    if file.facts.get("tokenizer.ggml.add_bos_token", False) and ids["bos"] is not None:
+        bos = texts[ids["bos"]]
+        of_text, special = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": bos, "type_id": 0}}
+        second = {"Sequence": {"id": "B", "type_id": 1}}
+        post = {
+            "type": "TemplateProcessing",
+            "single": [special, of_text],
+            "pair": [special, of_text, second],
+            "special_tokens": {bos: {"id": bos, "ids": [ids["bos"]], "tokens": [bos]}},
+        }
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": added,
+        "normalizer": None,
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [first, {**bytes_, "use_regex": pattern is None}],
+        },
+        "post_processor": post,
+        "decoder": {**bytes_, "use_regex": True},
+        "model": {**bpe, "merges": merges},
+    }
+    names = {"bos": "bos", "eos": "eos", "padding": "pad", "unknown": "unk"}
+    config = {f"{names[name]}_token": texts[at] for name, at in ids.items() if at is not None and at < len(texts)}
+    config |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    return {"tokenizer.json": tokenizer, "tokenizer_config.json": config}

@@ -1,0 +1,137 @@
+"""Reading a GGUF file's metadata and where its tensors lie. Torch-free; every number is bounded before it is used."""
+
+from __future__ import annotations
+
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from service.models.errors import ModelError
+
+LINK = "model.gguf"  # in a model directory, to the file
+# Number formats of GGUF's metadata by their ids; 8 is a string, 9 an array.
+_NUMBERS = dict(enumerate(("<B", "<b", "<H", "<h", "<I", "<i", "<f", "<?"))) | {10: "<Q", 11: "<q", 12: "<d"}
+_STRING, _ARRAY = 8, 9
+_MOST_ITEMS, _MOST_DIMENSIONS = 1 << 24, 4
+# Types of tensors by their ids: name, values in a block, its bytes.
+TYPES = {
+    0: ("F32", 1, 4),
+    1: ("F16", 1, 2),
+    2: ("Q4_0", 32, 18),
+    3: ("Q4_1", 32, 20),
+    8: ("Q8_0", 32, 34),
+    12: ("Q4_K", 256, 144),
+    14: ("Q6_K", 256, 210),
+    30: ("BF16", 1, 2),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A tensor of a file: its type's name, its shape [outputs, inputs], and the bytes in the file that it has."""
+
+    kind: str
+    shape: tuple[int, ...]
+    begin: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFile:
+    """Metadata by name, and tensors by the file's own names."""
+
+    facts: dict[str, Any]
+    places: dict[str, Place]
+
+    def fact(self, name: str) -> Any:
+        """Raises ModelError where the file has none of this name."""
+        if name not in self.facts:
+            raise ModelError(f"the GGUF file's metadata has no {name}: convert the model anew")
+        return self.facts[name]
+
+
+def read_gguf(path: Path) -> GgufFile:
+    """Raises ModelError for what is no GGUF file of version 2 or 3, for one that is cut, and for types of tensors that
+    are not served."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            return _Reader(file, size).read()
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from error
+    except (struct.error, UnicodeDecodeError, _Cut) as error:
+        raise ModelError(f"{path} is cut or no GGUF file: download it again") from error
+
+
+class _Cut(Exception):
+    pass
+
+
+class _Reader:
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self._file, self._size = file, size
+
+    def read(self) -> GgufFile:
+        if self._file.read(4) != b"GGUF" or self._number("<I") not in (2, 3):
+            raise _Cut
+        num_tensors, num_facts = self._count(), self._count()
+        facts: dict[str, Any] = {}
+        for _ in range(num_facts):
+            name = self._text()
+            facts[name] = self._value(self._number("<I"))
+        found = [self._tensor() for _ in range(num_tensors)]
+        alignment = facts.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise _Cut
+        begin = -(-self._file.tell() // alignment) * alignment
+        places = {}
+        for name, shape, kind, offset in found:
+            if kind not in TYPES:
+                served = ", ".join(one for one, _, _ in TYPES.values())
+                raise ModelError(f"tensor {name} of the GGUF file is of the type {kind}; served are {served}")
+            label, num_values, num_bytes = TYPES[kind]
+            if not shape or shape[-1] % num_values:
+                raise ModelError(f"tensor {name} of the GGUF file has rows of no whole blocks of {label}")
+            place = Place(label, shape, begin + offset, math.prod(shape) // num_values * num_bytes)
+            if place.begin + place.num_bytes > self._size:
+                raise _Cut
+            places[name] = place
+        return GgufFile(facts, places)
+
+    def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
+        name, num_dimensions = self._text(), self._number("<I")
+        if num_dimensions > _MOST_DIMENSIONS:
+            raise _Cut
+        shape = tuple(self._number("<Q") for _ in range(num_dimensions))[::-1]
+        return name, shape, self._number("<I"), self._number("<Q")
+
+    def _value(self, kind: int, depth: int = 0) -> Any:
+        if kind == _STRING:
+            return self._text()
+        if kind == _ARRAY and depth < 2:
+            kind, count = self._number("<I"), self._count()
+            if kind in _NUMBERS:
+                form = f"<{count}{_NUMBERS[kind][1]}"
+                return list(struct.unpack(form, self._file.read(struct.calcsize(form))))
+            return [self._value(kind, depth + 1) for _ in range(count)]
+        if kind not in _NUMBERS:
+            raise _Cut
+        return self._number(_NUMBERS[kind])
+
+    def _count(self) -> int:
+        count: int = self._number("<Q")
+        if count > min(_MOST_ITEMS, self._size):
+            raise _Cut
+        return count
+
+    def _text(self) -> str:
+        count = self._count()
+        content = self._file.read(count)
+        if len(content) != count:
+            raise _Cut
+        return content.decode()
+
+    def _number(self, form: str) -> Any:
+        return struct.unpack(form, self._file.read(struct.calcsize(form)))[0]
