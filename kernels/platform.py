@@ -52,7 +52,7 @@ IMPLEMENTATIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "gated_delta": ("triton_cuda", "any_device", "reference"),
         "experts": ("grouped", "any_device", "reference"),
         "paged_attention": ("triton_cuda", "sdpa", "reference"),
-        "linear": ("reference",),
+        "linear": ("triton_cuda", "reference"),
         "sampling": ("triton_cuda", "any_device", "reference"),
         "rms_norm": ("triton_cuda", "reference"),
         "rotary_kv": ("triton_cuda", "reference"),
@@ -168,7 +168,7 @@ class Platform:
 
         Only where weights are held as they are, and a kernel adds the expand to such a product.
         """
-        return self.implementations["linear"] == "reference" and self.implementations["lora_window"] != "reference"
+        return self.implementations["linear"] != "cpu" and self.implementations["lora_window"] != "reference"
 
     @property
     def swaps_at_once(self) -> bool:

@@ -27,6 +27,7 @@ class ProbeShapes:
     rotary_dim         elements of a head that are turned; None: all
     has_output_gate    behind each query head of the projection stands a gate
     activation         of the gates of feed-forward layers and experts
+    is_quantised       weights of projections are in codes; their product is not probed without
     exact_norms        weights of norms are float32 whatever the dtype
     block_size         tokens per KV block
     num_blocks         KV blocks of a layer's cache; a probe uses a few
@@ -44,6 +45,7 @@ class ProbeShapes:
     rotary_dim: int | None = None
     has_output_gate: bool = False
     activation: Activation = "silu"
+    is_quantised: bool = True
     exact_norms: bool = False
     sliding_window: int | None = None
     score_cap: float | None = None

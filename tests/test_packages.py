@@ -120,7 +120,7 @@ LAYERS: dict[str, dict[str, str]] = {
         "platform": "ascend_chips contract",
         "ascend_runtime": "platform",
         "compile_ahead": "child_process platform",
-        "linear": "contract platform",
+        "linear": "contract platform triton_launch",
         "paged_attention": "attention_maps contract platform shapes triton_launch",
         "rms_norm": "contract platform triton_launch",
         "row_scatter": "contract platform triton_launch",

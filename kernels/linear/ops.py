@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -27,9 +29,8 @@ class PackedWeight:
     bias    [out_features] or None
     dtype   dtype of the weight that was packed: inputs and outputs of `linear` have it
     nbytes  memory held, without rows behind the weight
-    holds_codes
-            of a quantised weight: it is held as such
     behind  the weight with such rows, if it has any
+    tiled   codes of a quantised weight in the layout of its implementation; None for others
     """
 
     data: torch.Tensor
@@ -40,7 +41,12 @@ class PackedWeight:
     implementation: str
     nbytes: int
     behind: RowsBehind | None = None
-    holds_codes: bool = False
+    tiled: Any = None
+
+    @property
+    def holds_codes(self) -> bool:
+        """Whether it is a quantised weight that is held as such."""
+        return self.tiled is not None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,7 +54,7 @@ class RowsBehind:
     """The buffer that a weight shares with rows of A.
 
     data        [out_features + num_rows * num_slices, in_features]: the weight, then row j of slice s as row
-                out_features + j * num_slices + s
+                out_features + j * num_slices + s. A quantised weight has it elsewhere: then the rows alone
     bias        [out_features + num_rows * num_slices], zero behind the weight's own; or None
     num_rows    rows of each slice
     """
@@ -109,7 +115,17 @@ def linear(
     behind = weight.behind
     assert behind is not None and window_rows <= behind.num_rows, "the window is longer than the rows behind the weight"
     num_columns = weight.out_features + window_rows * behind.num_slices
-    return _module(weight.implementation).linear_window(x, behind, num_columns, out)
+    return _module(weight.implementation).linear_window(x, weight, num_columns, out)
+
+
+def warm_up(weights: Sequence[PackedWeight], max_tokens: int, max_window_rows: int) -> int:
+    """Compile all that products with these weights can need in steps of up to max_tokens tokens and windows of up to
+    max_window_rows rows, and reserve their memory. Returns the number of variants that were compiled."""
+    of_module: dict[str, list[PackedWeight]] = {}
+    for weight in weights:
+        of_module.setdefault(weight.implementation, []).append(weight)
+    modules = ((_module(implementation), its) for implementation, its in of_module.items())
+    return sum(module.CONTRACT.warm_up_and_count(its, max_tokens, max_window_rows) for module, its in modules)
 
 
 @functools.cache

@@ -36,9 +36,11 @@ def append_rows(weight: PackedWeight, num_rows: int, num_slices: int) -> tuple[P
 
 
 def linear_window(
-    x: torch.Tensor, behind: RowsBehind, num_columns: int, out: torch.Tensor | None = None
+    x: torch.Tensor, weight: PackedWeight, num_columns: int, out: torch.Tensor | None = None
 ) -> torch.Tensor:
     """x times the first num_columns rows of the buffer, plus bias."""
+    behind = weight.behind
+    assert behind is not None
     bias = None if behind.bias is None else behind.bias[:num_columns]
     return _multiply(x, behind.data[:num_columns], bias, out)
 

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
+from dataclasses import replace
+from types import ModuleType
 
 import pytest
 import torch
 
 from kernels.linear import ops, reference
 from kernels.linear.ops import linear, pack_weight
+from kernels.linear.quantised import Quantised, dequantise
+from kernels.linear.triton_cuda_configs import MAX_TOKENS
+from kernels.platform import detect, installed
+from tests.support.npu.triton_interpreter import multiply_bfloat16, round_bfloat16
 from tests.tolerances import OP
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -97,3 +104,112 @@ def test_a_window_adds_the_products_of_the_rows_behind(dtype: torch.dtype, has_b
         linear(x, packed, window_rows=5)
     with pytest.raises(AssertionError, match="already"):
         ops.append_rows(packed, 4, 3)
+
+
+# Codes, inputs of a group (0: all), offsets, order of the inputs; odd numbers of outputs and inputs.
+QUANTISED: dict[str, tuple[str, int, bool, bool, int, int]] = {
+    "fp8 rows": ("fp8", 0, False, False, 70, 210),
+    "fp8 blocks": ("fp8", 128, False, False, 33, 256),
+    "int8 zeros": ("int8", 32, True, False, 66, 96),
+    "int4 zeros ordered": ("int4", 64, True, True, 70, 192),
+    "int4 rows": ("int4", 0, True, False, 20, 144),
+    "nf4": ("nf4", 32, False, False, 70, 160),
+    "nf4 odd groups": ("nf4", 48, False, False, 20, 96),
+}
+
+
+def quantised(name: str) -> Quantised:
+    codes_of, group, has_offsets, has_order, out_features, in_features = QUANTISED[name]
+    generator = torch.Generator().manual_seed(len(name))
+    if codes_of == "fp8":
+        codes = torch.randn(out_features, in_features, generator=generator).to(torch.float8_e4m3fn)
+    elif codes_of == "int8":
+        codes = torch.randint(-128, 128, (out_features, in_features), generator=generator, dtype=torch.int8)
+    else:
+        codes = torch.randint(0, 256, (out_features, in_features // 2), generator=generator, dtype=torch.uint8)
+    group = group or in_features
+    scales = torch.rand(out_features, in_features // group, generator=generator) * in_features**-0.5
+    return Quantised(
+        codes,
+        scales,
+        -torch.randint(0, 16, scales.shape, generator=generator) * scales if has_offsets else None,
+        torch.randn(16, generator=generator) if codes_of == "nf4" else None,
+        group,
+        torch.randperm(in_features, generator=generator).int() if has_order else None,
+    )
+
+
+@pytest.fixture(scope="module")
+def triton_cuda(device: str) -> Iterator[ModuleType]:
+    """The implementation of NVIDIA GPUs, where a CPU with so many cores is one: in Triton's interpreter."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from kernels.linear import triton_cuda as module
+
+    patch = pytest.MonkeyPatch()
+    if device == "cpu":
+        multiply_bfloat16(patch)
+        round_bfloat16(patch)
+    platform = detect(device)
+    platform = replace(
+        platform, implementations={**platform.implementations, "linear": "triton_cuda"}, num_cores=NUM_CORES
+    )
+    with installed(platform):
+        yield module
+    patch.undo()
+
+
+# Enough for narrow weights to be split.
+NUM_CORES = 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", QUANTISED)
+def test_a_quantised_weight_means_its_dequantised_values(
+    name: str, dtype: torch.dtype, triton_cuda: ModuleType, device: str
+) -> None:
+    """In steps of all sizes, with rows of A behind it of which those past the window are NaN."""
+    weight = quantised(name)
+    expected = dequantise(weight, dtype).to(device)
+    bias = torch.randn(weight.out_features, device=device).to(dtype)
+    packed = ops.pack_quantised(weight.to(torch.device(device)), bias, dtype)
+    assert packed.implementation == "triton_cuda"
+    last = weight.out_features - 3
+    assert torch.equal(triton_cuda.dequantised(packed, 5, last), expected[5:last])
+    packed, rows = ops.append_rows(packed, num_rows=8, num_slices=2)
+    assert rows.nbytes == 16 * weight.in_features * dtype.itemsize
+    rows.copy_(torch.randn(rows.shape))
+    rows[10:] = torch.nan
+    atol, rtol = OP[dtype]
+    for num_tokens in (0, 1, 20, MAX_TOKENS + 1):
+        x = torch.randn(num_tokens, weight.in_features + 8, device=device).to(dtype)[:, 8:]
+        for window_rows in (0, 5):
+            out = linear(x, packed, window_rows=window_rows)
+            assert out.is_contiguous()
+            base = expected_product(x, expected, bias)
+            behind = expected_product(x, rows[: 2 * window_rows], None)
+            torch.testing.assert_close(out.double(), torch.cat((base, behind), 1), atol=atol, rtol=rtol)
+
+
+def test_a_narrow_weight_is_split_and_summed_in_one_order(triton_cuda: ModuleType, device: str) -> None:
+    """Twice, since the last program of a tile leaves the counters as they were."""
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(-128, 128, (40, 1100), generator=generator, dtype=torch.int8)
+    weight = Quantised(codes, torch.full((40, 1), 2.0**-12), None, None, 1100, None).to(torch.device(device))
+    packed = ops.pack_quantised(weight, None, torch.bfloat16)
+    assert triton_cuda.splits_of(packed) == 2
+    packed, rows = ops.append_rows(packed, num_rows=2, num_slices=1)
+    rows.fill_(0.5)
+    x = torch.randn(18, 1100, generator=generator).bfloat16().to(device)
+    atol, rtol = OP[torch.bfloat16]
+    full = torch.cat((dequantise(weight, torch.bfloat16), rows))
+    for _ in range(2):
+        out = linear(x, packed, window_rows=2)
+        torch.testing.assert_close(out.double(), expected_product(x, full, None), atol=atol, rtol=rtol)
+
+
+def test_odd_groups_and_float32_are_held_dequantised(triton_cuda: ModuleType) -> None:  # noqa: ARG001
+    weight = replace(quantised("fp8 rows"), group=6, scales=torch.rand(70, 35))
+    for dtype, one in ((torch.bfloat16, weight), (torch.float32, quantised("fp8 rows"))):
+        packed = ops.pack_quantised(one, None, dtype)
+        assert (packed.tiled, packed.nbytes) == (None, 70 * 210 * dtype.itemsize)
+        assert torch.equal(linear(torch.eye(210, dtype=dtype), packed).t(), dequantise(one, dtype))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from kernels.linear import ops as linear_ops
+from kernels.linear.quantised import Quantised
 from kernels.paged_attention.cache_layout import made
 from kernels.platform import in_use
 from kernels.probe.cases.tensors import Place, Prepared
@@ -29,6 +30,27 @@ def linear(shapes: ProbeShapes, place: Place) -> Prepared:
     packed = linear_ops.pack_weight(place.put(weight), place.put(place.random(out_features)))
     x = place.put(place.random(_NUM_TOKENS, shapes.hidden_size))
     return lambda: (linear_ops.linear(x, packed),)
+
+
+def linear_quantised(shapes: ProbeShapes, place: Place) -> Prepared:
+    """Codes of eight bits with a scale for each row, and of four with zeros, in groups where those fit. All values are
+    exact in every dtype."""
+    out_features, in_features = min(shapes.intermediate_size, _MAX_COLUMNS), shapes.hidden_size
+    bias = place.put(place.random(out_features))
+    codes = place.random(out_features, in_features).to(torch.float8_e4m3fn)
+    bytes_ = (place.random(out_features, in_features // 2) * 64).abs().to(torch.uint8)
+    group = 32 if in_features % 32 == 0 else in_features
+    scales = torch.full((out_features, in_features // group), 2.0**-8)
+    scales[1::2] /= 4
+    row_scales = torch.full((out_features, 1), 2.0**-5)
+    weights = (
+        Quantised(codes, row_scales, None, None, in_features, None),
+        Quantised(bytes_, scales, -8 * scales, None, group, None),
+    )
+    dtype = torch.float32 if place.wide else place.dtype
+    packed = [linear_ops.pack_quantised(weight.to(place.device), bias, dtype) for weight in weights]
+    x = place.put(place.random(_NUM_TOKENS, in_features))
+    return lambda: tuple(linear_ops.linear(x, weight) for weight in packed)
 
 
 def rms_norm(shapes: ProbeShapes, place: Place) -> Prepared:

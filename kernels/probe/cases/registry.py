@@ -38,7 +38,7 @@ _CASES: Mapping[str, Mapping[str, Case]] = {
         "paged_attention_window": attention.attend_window,
         "paged_attention_window_decode": attention.attend_window_decode,
     },
-    "linear": {"linear": dense.linear},
+    "linear": {"linear": dense.linear, "linear_quantised": dense.linear_quantised},
     "rms_norm": {
         "rms_norm": dense.rms_norm,
         "add_rms_norm": dense.add_rms_norm,
@@ -63,6 +63,8 @@ def cases_of(op: str, shapes: ProbeShapes) -> Mapping[str, Case]:
     if op == "experts" and shapes.experts is None:
         return {}
     cases = _CASES[op]
+    if op == "linear" and not shapes.is_quantised:
+        return {name: case for name, case in cases.items() if name == "linear"}
     if shapes.sliding_window is None:
         return {name: case for name, case in cases.items() if not name.startswith("paged_attention_window")}
     return cases

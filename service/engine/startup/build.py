@@ -51,6 +51,7 @@ from service.models.layouts import layout_of_spec
 from service.models.loader import LoadedModel, choose_dtype, load_model
 from service.models.spec.config_json import read_config
 from service.models.spec.model_spec import ModelSpec
+from service.models.spec.quantisation import quantisation_of
 
 
 class Preparations:
@@ -183,9 +184,9 @@ def _probe_and_load(
 ) -> tuple[tuple[Platform, tuple[OpReport, ...]], tuple[LoadedModel, HostSource]]:
     """Both at once on an accelerator, whose ops another process probes.
 
-    Weights of experts are packed for what serves them, so they are loaded when that is known.
+    Weights of experts, and quantised ones, are packed for what serves them, so they are loaded when that is known.
     """
-    if torch.device(device).type == "cpu" or shapes.experts is not None:
+    if torch.device(device).type == "cpu" or shapes.experts is not None or shapes.is_quantised:
         return choose_implementations(device, shapes, probing), load()
     with ThreadPoolExecutor(1, "probe") as thread:
         choosing = thread.submit(choose_implementations, device, shapes, probing)
@@ -324,6 +325,7 @@ def shapes_to_probe(config: EngineConfig) -> ProbeShapes:
         rotary_dim=spec.rotations[attention.rotary].rotary_dim(attention.head_dim),
         has_output_gate=attention.has_output_gate,
         activation=next((mlp.activation for mlp in spec.mlps), next((moe.activation for moe in spec.moes), "silu")),
+        is_quantised=_is_quantised(config),
         exact_norms=spec.zero_centred_norms or spec.exact_norms,
         sliding_window=min(windows, default=None),
         score_cap=next((one.score_cap for one in spec.attentions if one.score_cap is not None), None),
@@ -338,6 +340,13 @@ def shapes_to_probe(config: EngineConfig) -> ProbeShapes:
         max_sequences=config.max_sequences,
         norm_eps=spec.norm_eps,
     )
+
+
+def _is_quantised(config: EngineConfig) -> bool:
+    """Whether weights may be held in codes."""
+    if config.weights == "auto":
+        return quantisation_of(read_config(Path(config.model_dir))) is not None
+    return config.weights != "bf16"
 
 
 def _spec_and_dtype(options: EngineOptions, device: str) -> tuple[ModelSpec, torch.dtype]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from kernels.linear import ops as linear_ops
 from kernels.lora import ops as lora_ops
 from kernels.lora.maps import LoraMaps
 from kernels.lora_window import ops as window_ops
+from kernels.lora_window.window_lengths import window_lengths
 from kernels.platform import in_use
 from service.models.layers.caches import Caches
 from service.models.layers.decoder_layer import build_layer
@@ -125,6 +127,8 @@ class Decoder:
         embeddings = [self._embedding.stack] if self._embedding.stack is not None else []
         dtype = self._embedding.table.dtype
         lora_ops.warm_up(stacks, max_tokens, dtype, embeddings=embeddings, max_segments=max_segments)
+        window_rows = max(window_lengths(self.num_window_rows), default=0)
+        linear_ops.warm_up([projection.weight for projection in self._projections], max_tokens, window_rows)
         if self.num_window_rows:
             gated = [layer.mlp.fused_stack for layer in self.layers if layer.mlp.fused_stack is not None]
             # Where adapters may have magnitudes, those come between the expand and the gate: steps with them have both.

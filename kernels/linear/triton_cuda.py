@@ -1,0 +1,308 @@
+"""Base projections on NVIDIA GPUs: plain weights by cuBLAS; quantised ones by a kernel that dequantises in registers.
+
+Each weight is rounded to the compute dtype before it is multiplied, in steps of all sizes, so that it has one value.
+Steps of many tokens dequantise some rows at a time into scratch memory and leave the product to cuBLAS.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from kernels import triton_launch
+from kernels.contract import Contract
+from kernels.linear import reference
+from kernels.linear.ops import PackedWeight, RowsBehind
+from kernels.linear.quantised import Quantised
+from kernels.linear.triton_cuda_configs import MAX_TOKENS, TABLE, TileConfig, config_for, num_splits
+from kernels.linear.triton_cuda_kernels import dequantise_kernel, quantised_linear_kernel
+from kernels.platform import in_use
+
+log = logging.getLogger(__name__)
+
+# Inputs of a block, at most; bytes of the scratch memory and rows of a tile that are dequantised.
+_MAX_BLOCK, _MIN_BLOCK, _ROWS_BLOCK = 128, 16, 64
+_SCRATCH_BYTES, _DEQUANTISED_ROWS = 32 << 20, 32
+# Tiles of one product whose inputs are split.
+_MAX_SPLIT_TILES = 1 << 14
+_FLOAT8 = (8, 9)
+
+_scratch, _partials = triton_launch.Workspace(), triton_launch.Workspace()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TiledCodes:
+    """Codes as the kernels read them: the bytes of a tile of outputs and inputs lie together.
+
+    weight  codes [blocks, out, block], scales and offsets [groups, out]; the rest as it was. A byte of two 4-bit codes
+            holds input i of a pair of blocks of inputs in the low nibble, and input block + i in the high one
+    block   bytes of a block for each output
+    """
+
+    weight: Quantised
+    block: int
+
+    @property
+    def num_groups(self) -> int:
+        return self.weight.scales.shape[0]
+
+    @property
+    def bits(self) -> int:
+        return 4 if self.weight.codes.dtype == torch.uint8 else 8
+
+    def constants(self) -> dict[str, Any]:
+        """Arguments of both kernels."""
+        weight = self.weight
+        return {
+            "IS_NIBBLES": self.bits == 4,
+            "HAS_TABLE": weight.table is not None,
+            "HAS_OFFSETS": weight.offsets is not None,
+            "GROUP": 0 if self.num_groups == 1 else weight.group,
+            "BLOCK": self.block,
+            "IS_INTERPRETED": os.environ.get("TRITON_INTERPRET") == "1",
+        }
+
+
+def pack_weight(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedWeight:
+    """Keep the weight as it is, for cuBLAS."""
+    return reference.pack_weight(weight, bias)
+
+
+def pack_quantised(weight: Quantised, bias: torch.Tensor | None, dtype: torch.dtype) -> PackedWeight | None:
+    """The codes laid out anew; None where no kernel serves them: in float32, in groups of odd sizes, or where the GPU
+    does not convert their dtype."""
+    device = weight.codes.device
+    block = _block_of(weight)
+    if dtype == torch.float32 or block < _MIN_BLOCK or not _converts(device, weight.codes.dtype):
+        return None
+    codes = _blocks(weight.codes, block, weight.in_features)
+    offsets = None if weight.offsets is None else weight.offsets.t().contiguous()
+    tiled = TiledCodes(replace(weight, codes=codes, scales=weight.scales.t().contiguous(), offsets=offsets), block)
+    bias = None if bias is None else bias.clone()
+    parts = (codes, tiled.weight.scales, offsets, weight.table, weight.order, bias)
+    nbytes = sum(part.nbytes for part in parts if part is not None)
+    _scratch.take(device, _scratch_rows(weight.in_features, dtype) * weight.in_features * dtype.itemsize)
+    _counters(device)
+    out_features, in_features = weight.out_features, weight.in_features
+    return PackedWeight(codes, bias, dtype, out_features, in_features, "triton_cuda", nbytes, tiled=tiled)
+
+
+def append_rows(weight: PackedWeight, num_rows: int, num_slices: int) -> tuple[PackedWeight, torch.Tensor]:
+    """See `ops.append_rows`: rows in memory of their own, which the launch that reads the codes reads too."""
+    rows = torch.empty(num_rows * num_slices, weight.in_features, dtype=weight.dtype, device=weight.data.device)
+    return replace(weight, behind=RowsBehind(rows, None, num_rows, num_slices)), rows
+
+
+def linear(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor | None = None) -> torch.Tensor:
+    """out = x @ weight.T + bias"""
+    return linear_window(x, weight, weight.out_features, out)
+
+
+def linear_window(
+    x: torch.Tensor,
+    weight: PackedWeight,
+    num_columns: int,
+    out: torch.Tensor | None = None,
+    *,
+    config: TileConfig | None = None,
+) -> torch.Tensor:
+    """x times the weight, plus bias, and times so many rows behind it that there are num_columns columns.
+
+    config  for tuning
+    """
+    if out is None:
+        out = torch.empty(x.shape[0], num_columns, dtype=x.dtype, device=x.device)
+    if not x.shape[0]:
+        return out
+    if x.shape[0] > MAX_TOKENS:
+        return _multiply_dequantised(x, weight, num_columns, out)
+    tiled: TiledCodes = weight.tiled
+    codes = tiled.weight
+    chosen = config or config_for(tiled.bits, x.shape[0])
+    rows = x if weight.behind is None else weight.behind.data
+    ordered = x if codes.order is None else x.index_select(1, codes.order)
+    splits = splits_of(weight)
+    code_tiles = -(-weight.out_features // chosen.block_out)
+    grid = _grid(weight, num_columns, x.shape[0], chosen)
+    partials = out
+    if splits > 1:
+        num_bytes = 4 * grid[0] * grid[1] * splits * chosen.block_out * chosen.block_tokens
+        partials = _partials.take(x.device, num_bytes).view(torch.float32)
+    quantised_linear_kernel[(*grid, splits)](
+        x,
+        ordered,
+        codes.codes,
+        codes.scales,
+        codes.offsets,
+        codes.table,
+        weight.bias,
+        rows,
+        out,
+        partials,
+        _counters(x.device),
+        x.shape[0],
+        weight.in_features,
+        weight.out_features,
+        num_columns,
+        x.stride(0),
+        ordered.stride(0),
+        code_tiles,
+        codes.codes.shape[0],
+        tiled.num_groups,
+        -(-codes.codes.shape[0] // splits),
+        -(-weight.in_features // (_ROWS_BLOCK * splits)),
+        splits,
+        HAS_BIAS=weight.bias is not None,
+        IS_EVEN=weight.in_features % max(_inputs_of_block(tiled), _ROWS_BLOCK) == 0,
+        BLOCK_ROWS=_ROWS_BLOCK,
+        BLOCK_OUT=chosen.block_out,
+        BLOCK_TOKENS=chosen.block_tokens,
+        STAGES=chosen.stages,
+        num_warps=chosen.num_warps,
+        **tiled.constants(),
+        **_options(x.device),
+    )
+    return out
+
+
+def dequantised(weight: PackedWeight, first: int, last: int) -> torch.Tensor:
+    """Rows first to last of the weight [last - first, in] in the scratch memory, until the next call."""
+    tiled: TiledCodes = weight.tiled
+    codes, device = tiled.weight, weight.data.device
+    num_bytes = (last - first) * weight.in_features * weight.dtype.itemsize
+    out = _scratch.take(device, num_bytes).view(weight.dtype).view(last - first, weight.in_features)
+    dequantise_kernel[(-(-(last - first) // _DEQUANTISED_ROWS), codes.codes.shape[0])](
+        out,
+        codes.codes,
+        codes.scales,
+        codes.offsets,
+        codes.table,
+        codes.order,
+        first,
+        last,
+        weight.in_features,
+        weight.out_features,
+        tiled.num_groups,
+        HAS_ORDER=codes.order is not None,
+        BLOCK_OUT=_DEQUANTISED_ROWS,
+        num_warps=4,
+        **tiled.constants(),
+        **_options(device),
+    )
+    return out
+
+
+def warm_up(weights: Sequence[PackedWeight], max_tokens: int, max_window_rows: int) -> None:
+    """See `ops.warm_up`. Weights of one form and shape need the same."""
+    forms = {}
+    for weight in weights:
+        behind = weight.behind
+        num_columns = weight.out_features
+        if behind is not None:
+            num_columns += min(max_window_rows, behind.num_rows) * behind.num_slices
+        form = (*weight.tiled.constants().values(), weight.data.shape, weight.tiled.num_groups, num_columns)
+        forms[(*form, weight.data.dtype, weight.bias is None, weight.tiled.weight.order is None)] = weight, num_columns
+    for weight, num_columns in forms.values():
+        for most, config in TABLE[weight.tiled.bits].items():
+            num_tokens = min(most, max_tokens)
+            x = torch.zeros(num_tokens, weight.in_features, dtype=weight.dtype, device=weight.data.device)
+            linear_window(x, weight, num_columns, config=config)
+        dequantised(weight, 0, min(weight.out_features, _scratch_rows(weight.in_features, weight.dtype)))
+
+
+def compiled_count() -> int:
+    """Number of compiled variants in this process."""
+    return triton_launch.count_compiled(quantised_linear_kernel, dequantise_kernel)
+
+
+CONTRACT = Contract(warm_up=warm_up, compiled_count=compiled_count, replayable=True)
+
+
+def _multiply_dequantised(x: torch.Tensor, weight: PackedWeight, num_columns: int, out: torch.Tensor) -> torch.Tensor:
+    """The product by cuBLAS, some rows of the weight at a time, which stay in the L2 cache."""
+    num_rows = _scratch_rows(weight.in_features, weight.dtype)
+    for first in range(0, weight.out_features, num_rows):
+        last = min(first + num_rows, weight.out_features)
+        part = dequantised(weight, first, last)
+        if weight.bias is None:
+            torch.mm(x, part.t(), out=out[:, first:last])
+        else:
+            torch.addmm(weight.bias[first:last], x, part.t(), out=out[:, first:last])
+    if num_columns > weight.out_features:
+        assert weight.behind is not None
+        rows = weight.behind.data[: num_columns - weight.out_features]
+        torch.mm(x, rows.t(), out=out[:, weight.out_features :])
+    return out
+
+
+def _blocks(codes: torch.Tensor, block: int, in_features: int) -> torch.Tensor:
+    """Codes [out, ...] -> [blocks, out, block], padded with zeros behind the inputs."""
+    if codes.dtype != torch.uint8:
+        num_blocks = -(-in_features // block)
+        padded = functional.pad(codes.view(torch.int8), (0, num_blocks * block - in_features)).view(codes.dtype)
+        return padded.view(-1, num_blocks, block).transpose(0, 1).contiguous()
+    nibbles = torch.stack((codes & 15, codes >> 4), dim=-1).view(codes.shape[0], -1)
+    num_blocks = -(-in_features // (2 * block))
+    nibbles = functional.pad(nibbles, (0, num_blocks * 2 * block - in_features)).view(-1, num_blocks, 2, block)
+    return (nibbles[:, :, 0] | nibbles[:, :, 1] << 4).transpose(0, 1).contiguous()
+
+
+def _block_of(weight: Quantised) -> int:
+    """Inputs of a block, which have one scale for each output: a power of two that divides the group."""
+    if weight.group == weight.in_features:
+        return _MAX_BLOCK
+    return min(_MAX_BLOCK, weight.group & -weight.group)
+
+
+def _inputs_of_block(tiled: TiledCodes) -> int:
+    return tiled.block * (2 if tiled.bits == 4 else 1)
+
+
+def _converts(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the GPU's instructions read the codes; those for float8 came with capability 8.9."""
+    if dtype != torch.float8_e4m3fn or device.type != "cuda" or torch.cuda.get_device_capability(device) >= _FLOAT8:
+        return True
+    _say_dequantised(torch.cuda.get_device_name(device))
+    return False
+
+
+@functools.cache
+def _say_dequantised(name: str) -> None:
+    log.warning("%s has no float8 instructions: float8 weights are held dequantised", name)
+
+
+def _scratch_rows(in_features: int, dtype: torch.dtype) -> int:
+    """Rows of a weight that are dequantised at a time."""
+    return max(_MAX_BLOCK, _SCRATCH_BYTES // (in_features * dtype.itemsize))
+
+
+def splits_of(weight: PackedWeight) -> int:
+    """Programs that share the inputs of a tile."""
+    device = weight.data.device
+    return num_splits(weight.out_features, weight.data.shape[0], in_use(device).num_cores)
+
+
+def _grid(weight: PackedWeight, num_columns: int, num_tokens: int, chosen: TileConfig) -> tuple[int, int]:
+    """Tiles of columns, which have codes or rows but not both, and of tokens."""
+    num_tiles = -(-weight.out_features // chosen.block_out)
+    num_tiles += -(-(num_columns - weight.out_features) // chosen.block_out)
+    return num_tiles, -(-num_tokens // chosen.block_tokens)
+
+
+@functools.cache
+def _counters(device: torch.device) -> torch.Tensor:
+    return torch.zeros(_MAX_SPLIT_TILES, dtype=torch.int32, device=device)
+
+
+@functools.cache
+def _options(device: torch.device) -> dict[str, Any]:
+    """Without fusion of a product and a sum, which would round an offset's sum differently."""
+    dependent = triton_launch.launches_dependently(device)
+    return {"DEPENDENT_LAUNCH": dependent, "enable_fp_fusion": False} | triton_launch.launch_options(device)
