@@ -112,10 +112,11 @@ def linear_window(
     out: torch.Tensor | None = None,
     *,
     config: TileConfig | None = None,
+    splits: int | None = None,
 ) -> torch.Tensor:
     """x times the weight, plus bias, and times so many rows behind it that there are num_columns columns.
 
-    config  for tuning
+    config, splits  for tuning
     """
     if out is None:
         out = torch.empty(x.shape[0], num_columns, dtype=x.dtype, device=x.device)
@@ -128,7 +129,7 @@ def linear_window(
     chosen = config or config_for(tiled.bits, x.shape[0])
     rows = x if weight.behind is None else weight.behind.data
     ordered = x if codes.order is None else x.index_select(1, codes.order)
-    splits = splits_of(weight)
+    splits = splits or splits_of(weight)
     code_tiles = -(-weight.out_features // chosen.block_out)
     grid = _grid(weight, num_columns, x.shape[0], chosen)
     partials = out
