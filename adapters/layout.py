@@ -12,8 +12,12 @@ from typing import Literal
 # A group shares one row range per adapter across all of its layers and projections.
 # The non-LoRA groups hold what is no row: a line (or table) of it for each adapter that has such; see
 # `adapters.memory.non_lora_pool`.
-Group = Literal["attention", "mlp", "operator", "embeddings", "vectors", "norms", "saved_embedding", "saved_head"]
-GROUPS: tuple[Group, ...] = ("attention", "mlp", "operator", "embeddings")
+Group = Literal[
+    "attention", "mlp", "operator", "experts", "embeddings", "vectors", "norms", "saved_embedding", "saved_head"
+]
+GROUPS: tuple[Group, ...] = ("attention", "mlp", "operator", "experts", "embeddings")
+# Groups whose rows of A may stand behind base weights.
+WINDOW_GROUPS: tuple[Group, ...] = ("attention", "mlp", "operator", "embeddings")
 TABLE_GROUPS: tuple[Group, ...] = ("saved_embedding", "saved_head")
 NON_LORA_GROUPS: tuple[Group, ...] = ("vectors", "norms", *TABLE_GROUPS)
 
@@ -36,7 +40,8 @@ class SplitModule:
 
 @dataclass(frozen=True, slots=True)
 class ProjectionSpec:
-    """One (packed) projection: slices that share their input. `kind` "embedding" looks its input up by token id.
+    """One (packed) projection: slices that share their input. `kind` "embedding" looks its input up by token id; one of
+    "experts" is of all experts of a layer, and an adapter of rank r has r rows there for each expert, in their order.
 
     name         unique, e.g. `model.layers.3.self_attn.qkv_proj`
     layer        index of the layer, -1 for the token embedding and the head
@@ -46,9 +51,28 @@ class ProjectionSpec:
     name: str
     layer: int
     group: Group
-    kind: Literal["linear", "embedding"]
+    kind: Literal["linear", "embedding", "experts"]
     in_features: int
     slices: tuple[Slice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """The experts of a layer, which trainers store one by one or all in two tensors.
+
+    module, router  e.g. `model.layers.3.mlp.experts` and `model.layers.3.mlp.gate`
+    gate_up, down   names of their projections, of kind "experts"
+    binds_router    adapters bind to it
+    is_interleaved  trainers hold the weights transposed, [num, in, out], the columns of gate and of up by turns
+    """
+
+    module: str
+    router: str
+    num: int
+    gate_up: str
+    down: str
+    binds_router: bool = True
+    is_interleaved: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +83,7 @@ class BaseLayout:
     layer_prefix what stands before the layer index in module paths, e.g. `model.layers.`
     weights      fingerprint of the base's weights: an adapter fits the weights it was trained on, so adapters of two
                  bases of one shape are kept apart by it
-    unadapted    modules whose adapters are not served, what is below them included: experts
-    routers      of experts: projections, which stores are older than
+    experts      of the layers that have such
     fixed        tensors beside the projections that no adapter changes, a convolution's weight say
     splits       slices that some trainers have as several modules
     ties_head    the head is the token embedding
@@ -73,12 +96,16 @@ class BaseLayout:
     layer_prefix: str
     projections: tuple[ProjectionSpec, ...]
     weights: str = ""
-    unadapted: tuple[str, ...] = ()
-    routers: tuple[str, ...] = ()
+    experts: tuple[Experts, ...] = ()
     norms: tuple[Slice, ...] = ()
     splits: tuple[SplitModule, ...] = ()
     ties_head: bool = False
     fixed: tuple[str, ...] = ()
+
+    @property
+    def routers(self) -> tuple[str, ...]:
+        """Routers of experts that adapters bind to."""
+        return tuple(one.router for one in self.experts if one.binds_router)
 
     @property
     def groups(self) -> tuple[Group, ...]:

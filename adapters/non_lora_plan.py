@@ -19,7 +19,7 @@ def non_lora_unit_bytes(layout: BaseLayout, element_bytes: int) -> dict[Group, i
     norms            float32 weights of every norm
     saved_embedding  [vocabulary, hidden] in the rows' dtype; saved_head likewise
     """
-    outputs = sum(piece.out_features for projection in layout.projections for piece in projection.slices)
+    outputs = sum(piece.out_features for p in layout.projections if p.kind != "experts" for piece in p.slices)
     norms = sum(norm.out_features for norm in layout.norms)
     embeddings = [p for p in layout.projections if p.kind == "embedding"]
     table = sum(p.in_features * p.slices[0].out_features * element_bytes for p in embeddings[:1])

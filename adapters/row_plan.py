@@ -11,6 +11,8 @@ from adapters.non_lora_plan import non_lora_bytes_for, non_lora_unit_bytes, plan
 
 # Vocabulary-wide rows serve few adapters: they get as many rows as the layers do, but at most this share of the budget.
 EMBEDDINGS_SHARE = 0.125
+# An adapter of experts has a row for each of them where it has one for the other projections of a layer.
+EXPERTS_SHARE = 0.5
 # int32 rank + float32 scaling on the device, per slice and place.
 TABLE_BYTES = 8
 
@@ -24,6 +26,7 @@ class RowPlan:
     alignment    ranges are multiples of it
     table_bytes  of ranks and scalings of all places, and of the lines of the base itself
     max_rank     largest rank that the device's kernels support; None = any
+    num_experts  of a layer: an adapter of experts has so many rows for each rank
     """
 
     rows: dict[Group, int]
@@ -32,6 +35,7 @@ class RowPlan:
     alignment: int
     table_bytes: int
     max_rank: int | None = None
+    num_experts: int = 1
 
     @property
     def total_bytes(self) -> int:
@@ -47,6 +51,11 @@ class RowPlan:
     def num_rows(self) -> int:
         """Rows of all groups, without non-LoRA groups."""
         return sum(num for group, num in self.rows.items() if group not in NON_LORA_GROUPS)
+
+    @property
+    def most_rows(self) -> int:
+        """Of the group that holds the most ranks."""
+        return max((num for group, num in self.rows.items() if group != "experts"), default=0)
 
     def length(self, group: str, num_rows: int) -> int:
         """Length of the range for so many rows, or lines, of the group."""
@@ -139,14 +148,21 @@ def plan_rows(
         lines = plan_non_lora(units, side_bytes)
         table_bytes += sum(units[group] for group in ("vectors", "norms") if lines[group])  # line 0 is the base's
         rows, per_row = rows | lines, per_row | units
-    return RowPlan(rows, per_row, num_places, alignment, table_bytes, max_rank)
+    num_experts = max((experts.num for experts in layout.experts), default=1)
+    return RowPlan(rows, per_row, num_places, alignment, table_bytes, max_rank, num_experts)
 
 
 def _split(block_bytes: dict[Group, int], budget_bytes: int) -> dict[Group, int]:
-    """Blocks per group: as many in each layer group; the embeddings as many, or what their share holds."""
-    layers = {group: size for group, size in block_bytes.items() if group != "embeddings"}
-    even = budget_bytes // sum(block_bytes.values()) if block_bytes else 0
-    blocks = dict.fromkeys(block_bytes, even)
+    """Blocks per group: what its share holds for experts; of the rest as many in each other layer group; the embeddings
+    as many, or what their share holds."""
+    layers = {group: size for group, size in block_bytes.items() if group not in ("embeddings", "experts")}
+    blocks = dict.fromkeys(block_bytes, 0)
+    if "experts" in block_bytes:
+        blocks["experts"] = int(budget_bytes * EXPERTS_SHARE) // block_bytes["experts"]
+        budget_bytes -= blocks["experts"] * block_bytes["experts"]
+    others = {group: size for group, size in block_bytes.items() if group != "experts"}
+    even = budget_bytes // sum(others.values()) if others else 0
+    blocks |= dict.fromkeys(others, even)
     if "embeddings" in block_bytes and layers:
         size = block_bytes["embeddings"]
         blocks["embeddings"] = min(even, int(budget_bytes * EMBEDDINGS_SHARE) // size)

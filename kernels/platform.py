@@ -37,6 +37,7 @@ IMPLEMENTATIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "causal_conv1d": ("cpu", "reference"),
         "gated_delta": ("any_device", "reference"),
         "experts": ("any_device", "reference"),
+        "expert_lora": ("any_device", "reference"),
         "paged_attention": ("sdpa", "reference"),
         "linear": ("cpu", "reference"),
         "sampling": ("cpu", "reference"),
@@ -51,6 +52,7 @@ IMPLEMENTATIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "causal_conv1d": ("triton_cuda", "any_device", "reference"),
         "gated_delta": ("triton_cuda", "any_device", "reference"),
         "experts": ("grouped", "any_device", "reference"),
+        "expert_lora": ("triton_cuda", "any_device", "reference"),
         "paged_attention": ("triton_cuda", "sdpa", "reference"),
         "linear": ("triton_cuda", "reference"),
         "sampling": ("triton_cuda", "any_device", "reference"),
@@ -65,6 +67,7 @@ IMPLEMENTATIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "causal_conv1d": ("triton_ascend", "any_device", "reference"),
         "gated_delta": ("triton_ascend", "triton_ascend_vector", "any_device", "reference"),
         "experts": ("npu", "any_device", "reference"),
+        "expert_lora": ("any_device", "reference"),
         "paged_attention": ("npu_heads_first", "npu", "gathered", "reference"),
         "linear": ("reference",),
         "sampling": ("any_device", "reference"),
@@ -328,12 +331,10 @@ def _detect(device: str, wanted: tuple[tuple[str, str], ...]) -> Platform:
 
 def _describe_cpu(_device: str, implementations: Mapping[str, str]) -> Platform:
     native_bfloat16 = _cpu_has_bfloat16()
-    fallbacks: tuple[str, ...] = ()
-    if not native_bfloat16:
-        fallbacks = (
-            "this CPU has no bfloat16 matrix instructions: bfloat16 weights are held and multiplied in float32",
-        )
-        log.info("%s", fallbacks[0])
+    without = "this CPU has no bfloat16 matrix instructions: bfloat16 weights are held and multiplied in float32"
+    fallbacks = () if native_bfloat16 else (without,)
+    if fallbacks:
+        log.info("%s", without)
     return Platform(
         "cpu", "cpu", torch.get_num_threads(), 0, CPU_ROW_ALIGNMENT, implementations, fallbacks, native_bfloat16
     )

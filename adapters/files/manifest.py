@@ -21,6 +21,7 @@ class ModuleRecord(msgspec.Struct, frozen=True, gc=False):
     rank   0 for a module without LoRA
     parts  what it has beside LoRA weights, as `adapters.peft.bound_tensors.BoundExtra` has it, or trained tokens
     token_ids  of these
+    num_experts  that have the rank each
     """
 
     module: str
@@ -29,12 +30,13 @@ class ModuleRecord(msgspec.Struct, frozen=True, gc=False):
     num_bytes: int
     parts: tuple[str, ...] = ()
     token_ids: tuple[int, ...] = ()
+    num_experts: int = 1
 
 
 class Manifest(msgspec.Struct, frozen=True, gc=False):
     """Everything known of one digest; the load report of an upload is made of it.
 
-    rows          rows it needs on the device per projection group (its largest rank there), before alignment
+    rows          rows it needs on the device per projection group (its largest rank there, of all experts)
     notes         sentences about what was understood and left out (ignored files, training-only settings)
     has_chat_template  whether the adapter ships chat templates of its own
     invocation    tokens at whose last place in a prompt the adapter begins; () = it works on all tokens

@@ -79,10 +79,11 @@ def layout_fingerprint(layout: BaseLayout) -> str:
     adapter asks for it, beside the steps, and a large base has hundreds of modules."""
     fields = asdict(layout)
     # These follow from the rest, and stores are older than they.
-    for name in ("norms", "splits", "ties_head", "fixed", "routers"):
+    for name in ("norms", "splits", "ties_head", "fixed", "experts"):
         del fields[name]
-    fields["projections"] = [one for one in fields["projections"] if one["name"] not in layout.routers]
-    fields["unadapted"] = [name for both in zip(layout.routers, layout.unadapted, strict=True) for name in both]
+    later = {name for one in layout.experts for name in (one.router, one.gate_up, one.down)}
+    fields["projections"] = [one for one in fields["projections"] if one["name"] not in later]
+    fields["unadapted"] = [name for one in layout.experts for name in (one.router, one.module)]
     return hashlib.sha256(msgspec.json.encode(fields)).hexdigest()[:16]
 
 

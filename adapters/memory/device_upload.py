@@ -112,7 +112,7 @@ class Scatter:
         device, largest = self._tables[0].device, 8 * self._tables[0].shape[1]
         for projection in self._layout.projections:
             num_rows = plan.rows[projection.group]
-            rank = min(plan.max_rank or num_rows, num_rows)
+            rank = num_rows if projection.kind == "experts" else min(plan.max_rank or num_rows, num_rows)
             for rows in (*self._stacks[projection.name].a, *self._stacks[projection.name].b):
                 largest = max(largest, rank * rows.shape[1] * rows.dtype.itemsize)
         size = max(min(buffer_bytes, plan.total_bytes), largest)

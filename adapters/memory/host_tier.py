@@ -213,10 +213,11 @@ def read_adapter(
         projection, piece = known[report.module]
         sides = EMBEDDING_SIDES if projection.kind == "embedding" else LINEAR_SIDES
         a, b = (_tensor(mapped, header, stored_name(report.module, side)) for side in sides)
-        if a.shape != (report.rank, projection.in_features) or b.shape != (piece.out_features, report.rank):
+        num_rows = report.rank * report.num_experts
+        if a.shape != (num_rows, projection.in_features) or b.shape != (piece.out_features, num_rows):
             raise Malformed(f"Adapter {digest} is damaged on disk; delete it and upload it again.")
         stored[report.module] = a, b.t()
-        shape = (report.rank, projection.in_features, piece.out_features)
+        shape = (num_rows, projection.in_features, piece.out_features)
         shapes.append(ModuleShape(report.module, *shape, report.scaling))
     slab, memory = take(slab_bytes(layout, shapes, dtype, extras))
     adapter = make_adapter(layout, digest, shapes, dtype, slab, memory, extras)

@@ -73,13 +73,14 @@ class NonLoraPool:
         device: torch.device | str,
     ) -> None:
         self._layout = layout
+        self._projections = [projection for projection in layout.projections if projection.kind != "experts"]
         self._base = base
         self.vectors: dict[str, NonLoraVectors] = {}
         self.norms: dict[str, torch.Tensor] = {}
         self.tables: dict[Group, torch.Tensor] = {}
         new = partial(torch.empty, dtype=torch.float32, device=device)
         if lines["vectors"]:
-            for projection in layout.projections:
+            for projection in self._projections:
                 shape = (1 + lines["vectors"], _num_outputs(projection))
                 vectors = NonLoraVectors(new(shape), new(shape))
                 vectors.scale[0].fill_(1)
@@ -138,7 +139,7 @@ class NonLoraPool:
         torch._foreach_add_(scales, 1.0)
         places = {
             piece.module: _Place(projection.name, slice(first, first + piece.out_features), scale, shift)
-            for projection, scale, shift in zip(self._layout.projections, scales, shifts, strict=True)
+            for projection, scale, shift in zip(self._projections, scales, shifts, strict=True)
             for first, piece in _slices(projection)
         }
         scaled = self._write_scales(adapter, places)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from adapters.errors import RowsExceeded
-from adapters.layout import NON_LORA_GROUPS, Group
+from adapters.layout import WINDOW_GROUPS, Group
 from adapters.memory.eviction import DecayingLfu, Worth
 from adapters.memory.row_ranges import Move, Range, RangeAllocator, Swap
 from adapters.row_plan import RowPlan
@@ -84,20 +84,19 @@ class RowAllocation:
         return self._first_rows[place]
 
     def rows_end(self, digests: Collection[str]) -> int:
-        """The row behind the last one, in any group, of these residents."""
+        """The row behind the last one, in any group that windows hold, of these residents."""
         taken = (
             self._ranges[group].get(digest)
             for digest in digests
             for group in self._residents[digest].rows
-            if group not in NON_LORA_GROUPS
+            if group in WINDOW_GROUPS
         )
         return max((owned.end for owned in taken if owned is not None), default=0)
 
     def rows_needed(self, digests: Collection[str]) -> int:
         """The least that `rows_end` of these residents could be: their rows in the group in which they have most."""
         rows = [self._residents[digest].rows for digest in digests]
-        layer_groups = (group for group in self._groups if group not in NON_LORA_GROUPS)
-        return max((sum(one.get(group, 0) for one in rows) for group in layer_groups), default=0)
+        return max((sum(one.get(group, 0) for one in rows) for group in WINDOW_GROUPS), default=0)
 
     def resident(self) -> tuple[str, ...]:
         """Digests, least recently used first."""
@@ -118,7 +117,8 @@ class RowAllocation:
     def check_size(self, rows: Mapping[str, int]) -> None:
         """Raises RowsExceeded when an adapter of so many rows would not fit an empty pool, or when the kernels do not
         take its rank."""
-        rank, max_rank = max(rows.values(), default=0), self.plan.max_rank
+        ranks = (num // (self.plan.num_experts if group == "experts" else 1) for group, num in rows.items())
+        rank, max_rank = max(ranks, default=0), self.plan.max_rank
         if max_rank is not None and rank > max_rank:
             raise RowsExceeded(
                 f"The adapter has rank {rank}; the kernels of this device take ranks up to {max_rank}. Upload it with "
@@ -181,7 +181,7 @@ class RowAllocation:
         swaps: list[tuple[Group, Swap]] = []
         for group in self._residents[digest].rows:
             owned = self._ranges[group].get(digest)
-            if group in NON_LORA_GROUPS or owned is None or owned.end <= end_row:
+            if group not in WINDOW_GROUPS or owned is None or owned.end <= end_row:
                 continue
             found = self._ranges[group].swap_below(digest, end_row, self._worth_unless_pinned, busy.get(group, ()))
             if found is None:

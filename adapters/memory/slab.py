@@ -168,7 +168,7 @@ class Arena:
 
 @dataclass(frozen=True, slots=True)
 class ModuleShape:
-    """One module that an adapter targets."""
+    """One module that an adapter targets; of experts `rank` counts the rows of all."""
 
     module: str
     rank: int

@@ -13,6 +13,7 @@ from adapters.files.safetensors_header import Tensor
 from adapters.layout import BaseLayout
 from adapters.peft.bound_tensors import BIAS, WEIGHT, Binding, BoundSlice, first_of, rows_of
 from adapters.peft.config import AdapterConfig
+from adapters.peft.expert_tensors import ExpertForms
 from adapters.peft.module_names import KnownModules, OutputRows, model_prefix, tail_of
 from adapters.peft.slice_mapping import Problems, SlicePiece, bind_slice, clashes, misfits, pieces_of
 from adapters.peft.target_patterns import endings, is_targeted_parameter, pattern_values, targeted
@@ -83,7 +84,7 @@ def bind(layout: BaseLayout, config: AdapterConfig, tensors: Mapping[str, Tensor
         reason = sort_in(tensor, known, found, others)
         if reason is not None:
             problems.append((tensor.name, reason))
-    if others.left and not (problems or found or others.extras or others.tokens):
+    if others.left and not (problems or found or others.experts or others.extras or others.tokens):
         raise BindingError(
             f"The adapter changes {', '.join(sorted(others.left))} alone, which is not served: this server answers "
             "texts, and no answer to a text would change. Train modules of the text model too.",
@@ -95,6 +96,10 @@ def bind(layout: BaseLayout, config: AdapterConfig, tensors: Mapping[str, Tensor
         problems += _check_unserved_targets(known, config, found, layout)
     slices, faults = _bind_modules(known, config, found, others)
     problems += faults
+    of_experts, faults = _bind_experts(layout, config, others)
+    problems += faults
+    order = {piece.module: at for at, piece in enumerate(piece for p in layout.projections for piece in p.slices)}
+    slices = sorted((*slices, *of_experts), key=lambda bound: order[bound.slice.module])
     adapted = {rows.module for entry in found.values() for rows in entry.rows}
     problems += [
         (extra.tensor.name, f"{extra.module} has LoRA weights too; an adapter trains it whole or with LoRA")
@@ -155,6 +160,37 @@ def _bind_modules(
             slices.append(bound)
             others.extras += extras
     return slices, problems
+
+
+def _bind_experts(layout: BaseLayout, config: AdapterConfig, others: OtherTensors) -> tuple[list[BoundSlice], Problems]:
+    """The slices of adapted experts, and what is wrong with others of them."""
+    if not (others.experts or config.target_parameters):
+        return [], []
+    forms = ExpertForms(config, {projection.name: projection for projection in layout.projections})
+    pieces, problems = forms.pieces(tuple(others.experts.values()))
+    paths = [piece.path for _, piece in pieces]
+    ranks = pattern_values(list(config.rank_pattern), paths, "rank_pattern")
+    alphas = pattern_values(list(config.alpha_pattern), paths, "alpha_pattern")
+    matched = targeted(config, paths, paths)
+    slices: dict[str, BoundSlice] = {}
+    for entry, piece in pieces:
+        rank = config.rank_pattern[ranks[piece.path]] if piece.path in ranks else config.rank
+        alpha = config.alpha_pattern[alphas[piece.path]] if piece.path in alphas else config.alpha
+        if piece.rank != rank:
+            reason = f"its tensors have rank {piece.rank} for each expert, and adapter_config.json says {rank}"
+            problems.append((piece.path, reason))
+        elif piece.path not in matched and not is_targeted_parameter(config, piece.path):
+            where = "target_parameters" if piece.is_parameter else "target_modules"
+            problems.append((piece.path, f"the file has tensors for it, but {where} does not name it"))
+        else:
+            scaling = alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
+            for bound in forms.bind(entry, piece, scaling):
+                if bound.slice.module in slices:
+                    problems.append((piece.path, f"the file has {bound.slice.module} in another form too"))
+                slices[bound.slice.module] = bound
+    if not problems:
+        problems += forms.missing(layout, slices)
+    return list(slices.values()), problems
 
 
 def _pattern_path(config: AdapterConfig, path: str) -> str:

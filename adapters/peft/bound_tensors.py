@@ -12,7 +12,8 @@ from adapters.layout import Group, ProjectionSpec, Slice
 
 @dataclass(frozen=True, slots=True)
 class BoundSlice:
-    """LoRA weights of one slice: a [rank, in_features] and b [out_features, rank] as the file holds them."""
+    """LoRA weights of one slice: a [rank, in_features] and b [out_features, rank] as the file holds them; of experts, a
+    and b have as many rows and columns for each, in their order."""
 
     projection: ProjectionSpec
     slice: Slice
@@ -20,6 +21,12 @@ class BoundSlice:
     scaling: float
     a: Tensor
     b: Tensor
+    num_experts: int = 1
+
+    @property
+    def num_rows(self) -> int:
+        """Rows on the device."""
+        return self.rank * self.num_experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +117,7 @@ def rows_of(
     rows: dict[str, int] = {}
     for bound in slices:
         group = bound.projection.group
-        rows[group] = max(rows.get(group, 0), bound.rank)
+        rows[group] = max(rows.get(group, 0), bound.num_rows)
     for one in tokens:
         rows["embeddings"] = max(rows.get("embeddings", 0), len(one.token_ids))
     return rows | {extra.group: 1 for extra in extras}

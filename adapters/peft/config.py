@@ -66,6 +66,7 @@ KNOWN = frozenset(
         "layers_pattern",
         "layers_to_transform",
         "lora_alpha",
+        "lora_B_layout",
         "lora_bias",
         "modules_to_save",
         "peft_type",
@@ -86,7 +87,8 @@ class AdapterConfig:
     """The settings of a PEFT LoRA configuration that change the computation.
 
     target_modules, exclude_modules  names (or path endings), or one regular expression / "all-linear"
-    target_parameters                names (or path endings) of adapted parameters: a router's weight is one
+    target_parameters                names (or path endings) of adapted parameters: a router's weight, or all experts'
+    has_grouped_experts              lora_B of experts has its columns expert after expert, and not rank after rank
     layers_to_transform              None = all; only with a list of target_modules
     has_biases                       biases of the base's own projections were trained (`bias` "all" or "lora_only")
     use_dora, lora_bias              each adapted projection has a magnitude, or a bias beside lora_B
@@ -114,6 +116,8 @@ class AdapterConfig:
     invocation: tuple[int, ...] = ()
     trained_tokens: dict[str, tuple[int, ...]] = field(default_factory=dict)
     target_parameters: tuple[str, ...] = ()
+    has_grouped_experts: bool = False
+    peft_version: str | None = None
 
 
 def parse_config(text: bytes) -> AdapterConfig:
@@ -142,6 +146,8 @@ def parse_config(text: bytes) -> AdapterConfig:
         invocation=_invocation(fields.get("alora_invocation_tokens")),
         modules_to_save=tuple(_names(fields.get("modules_to_save") or [], "modules_to_save")),
         target_parameters=_parameters(fields.get("target_parameters")),
+        has_grouped_experts=_has_grouped_experts(fields.get("lora_B_layout")),
+        peft_version=_version(fields.get("peft_version")),
     )
     if config.use_dora and config.lora_bias:
         raise Unsupported("adapter_config.json: use_dora together with lora_bias is not supported; train with either.")
@@ -277,13 +283,20 @@ def _names(value: Any, what: str) -> tuple[str, ...] | str:
 
 def _parameters(value: Any) -> tuple[str, ...]:
     names = _names(value or [], "target_parameters")
-    bare = [name for name in names if name.rpartition(".")[2] != "weight"]
-    if isinstance(names, str) or bare:
+    return (names,) if isinstance(names, str) else names
+
+
+def _has_grouped_experts(value: Any) -> bool:
+    if value not in (None, "rank_major", "grouped_by_expert"):
         raise Unsupported(
-            f"adapter_config.json: target_parameters (LoRA on bare parameters: {', '.join(bare or [str(names)])[:500]})"
-            " is not supported but for weights of modules; train without it."
+            f"adapter_config.json: lora_B_layout {_show(value)} is not known; it is 'rank_major' or "
+            "'grouped_by_expert'."
         )
-    return names
+    return bool(value == "grouped_by_expert")
+
+
+def _version(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
 
 
 def _layers(value: Any) -> tuple[int, ...] | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from adapters.layout import BaseLayout, ProjectionSpec, Slice
+from adapters.layout import BaseLayout, Experts, ProjectionSpec, Slice
 
 # Path components that wrap a model without being part of it; training frameworks stack them in any order.
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
@@ -21,6 +21,7 @@ _BESIDE_TEXT = re.compile(
     r"|multi_modal_projector|modality_projection|aligner|resampler|qformer|vpm|apm|vqmodel|talker|token2wav|code2wav|mtp)"
     r"(?=\.)"
 )
+_EXPERTS = re.compile(r".*?\.\d+\.(?:[^.]+\.)?experts(?=\.|$)")
 _OF_MODULE = re.compile(r"\.(?:weight|bias)$")
 
 
@@ -49,15 +50,17 @@ class KnownModules:
     """
 
     def __init__(self, layout: BaseLayout) -> None:
-        self.slices = {piece.module: (p, piece) for p in layout.projections for piece in p.slices}
+        self.slices = {
+            piece.module: (p, piece) for p in layout.projections if p.kind != "experts" for piece in p.slices
+        }
         self.by_tail = {tail_of(module): module for module in self.slices}
         assert len(self.by_tail) == len(self.slices), "module paths are unique without the model's name"
 
-        self.unadapted = tuple(tail_of(module) for module in layout.unadapted)
+        self.experts = {tail_of(one.module): one for one in layout.experts}
         # A tensor called "weight" or "bias" is a module's; another is a parameter of what stands around it.
         fixed = {tail_of(name): _OF_MODULE.sub("", tail_of(name)) for name in layout.fixed}
         self._fixed = tuple(dict.fromkeys(fixed.values()))
-        self.unserved_modules = (*self.unadapted, *dict.fromkeys(part for name, part in fixed.items() if part != name))
+        self.unserved_modules = (*self.experts, *dict.fromkeys(part for name, part in fixed.items() if part != name))
         self.ties_head = layout.ties_head
         ends = [(p.kind, piece.module) for p in layout.projections if p.group == "embeddings" for piece in p.slices]
         self.embeddings = tuple(module for kind, module in ends if kind == "embedding")
@@ -80,6 +83,13 @@ class KnownModules:
     def resolve(self, path: str) -> str | None:
         return self.by_tail.get(tail_of(path))
 
+    def experts_at(self, path: str) -> tuple[Experts, str, str] | None:
+        """The experts that the module at `path` is, or belongs to, the path of theirs, and the rest behind it."""
+        module = _EXPERTS.match(path)
+        if module is None or tail_of(module[0]) not in self.experts:
+            return None
+        return self.experts[tail_of(module[0])], module[0], path[len(module[0]) + 1 :]
+
     def why_unknown(self, path: str) -> str:
         """Why nothing binds to the module at `path`."""
         return self.why_unserved(path) or f"this base model has no projection {path[:200]!r}"
@@ -87,16 +97,16 @@ class KnownModules:
     def why_unserved(self, path: str) -> str | None:
         """Why nothing binds to the module or parameter at `path`, which this base has; None if it has none such."""
         tail = f"{tail_of(path)}."
-        module = next((module for module in self.unadapted if tail.startswith(f"{module}.")), None)
+        module = next((module for module in self.experts if tail.startswith(f"{module}.")), None)
         if module is not None:
-            return f"adapters of experts and of float32 routers ({module}) are not served: train without them"
+            return f"of experts ({module}) lora_A and lora_B of their weights are served, nothing else"
         module = next((module for module in self._fixed if tail.startswith(f"{module}.")), None)
         return None if module is None else f"adapters that change {module} are not served: train without it"
 
     @property
     def unserved(self) -> tuple[str, ...]:
         """Modules and parameters of this base, without the model's name, which no adapter changes."""
-        return (*self.unadapted, *self._fixed)
+        return (*self.experts, *self._fixed)
 
     def rows_of(self, path: str) -> tuple[OutputRows, ...] | None:
         """Output rows that the module at `path` covers, in their order."""

@@ -14,11 +14,11 @@ from itertools import pairwise
 
 from adapters.files.safetensors_header import Tensor
 from adapters.layout import ProjectionSpec, Slice
-from adapters.peft.block_tensors import Block, stacked
+from adapters.peft.block_tensors import Block, stacked, why_in_parts
 from adapters.peft.bound_tensors import LORA_BIAS, MAGNITUDE, BoundExtra, BoundSlice
 from adapters.peft.config import AdapterConfig
 from adapters.peft.module_names import KnownModules, OutputRows
-from adapters.peft.tensor_names import FoundModule, why_in_parts
+from adapters.peft.tensor_names import FoundModule
 
 
 @dataclass(frozen=True, slots=True)

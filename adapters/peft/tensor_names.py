@@ -8,8 +8,10 @@ from dataclasses import dataclass, field, replace
 
 from adapters.files.safetensors_header import ELEMENT_BYTES, Tensor
 from adapters.layout import Group, ProjectionSpec, Slice
+from adapters.peft.block_tensors import why_in_parts
 from adapters.peft.bound_tensors import BIAS, LORA_BIAS, MAGNITUDE, WEIGHT, BaseCopy, BoundExtra, BoundTokens, Repeat
 from adapters.peft.config import AdapterConfig
+from adapters.peft.expert_tensors import FoundExperts
 from adapters.peft.module_names import KnownModules, OutputRows, part_beside_text, tail_of, trained_path
 from adapters.peft.target_patterns import endings
 
@@ -48,6 +50,7 @@ class OtherTensors:
 
     left        names by the part of a multimodal model that they belong to, which is not served
     spare_rows  as `Binding` has them
+    experts     LoRA of experts, by the path of their module
     """
 
     config: AdapterConfig
@@ -57,6 +60,7 @@ class OtherTensors:
     repeats: list[Repeat] = field(default_factory=list)
     left: dict[str, list[str]] = field(default_factory=dict)
     spare_rows: list[tuple[Tensor, int]] = field(default_factory=list)
+    experts: dict[str, FoundExperts] = field(default_factory=dict)
 
     def add(self, extra: BoundExtra) -> str | None:
         twin = next((one for one in self.extras if (one.module, one.part) == (extra.module, extra.part)), None)
@@ -89,6 +93,10 @@ def sort_in(tensor: Tensor, known: KnownModules, found: dict[str, FoundModule], 
         return "it is a bias of lora_B, and adapter_config.json does not say lora_bias"
     path = trained_path(match["path"])
     rows = known.rows_of(path)
+    of_experts = known.experts_at(path)
+    if of_experts is not None and side in ("lora_A", "lora_B"):
+        layer, module, behind = of_experts
+        return others.experts.setdefault(module, FoundExperts(layer, module)).add(behind, side[-1], tensor)
     if rows is None:
         return known.why_unknown(path)
     name = known.resolve(path) or path
@@ -102,16 +110,6 @@ def sort_in(tensor: Tensor, known: KnownModules, found: dict[str, FoundModule], 
         return f"{name} already has {named} from tensor {entry.sides[side].name[:200]!r}"
     entry.sides[side] = tensor
     return None
-
-
-def why_in_parts(tensor: Tensor) -> str | None:
-    """The reason if the tensor holds nothing of a weight, as runs of several devices save them by mistake."""
-    if 0 not in tensor.shape:
-        return None
-    return (
-        f"it is empty (its shape is {tensor.shape}): DeepSpeed's ZeRO-3 or FSDP saved it without gathering the "
-        "weights; gather them and save the adapter again"
-    )
 
 
 def _sort_in_other(tensor: Tensor, known: KnownModules, others: OtherTensors) -> str | None:

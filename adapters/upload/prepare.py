@@ -18,7 +18,7 @@ from adapters.text.side_files import TEXT_ROLES
 from adapters.text.tokenizer_files import AdapterText, read_text
 from adapters.text.vocabulary import BaseText
 from adapters.upload.staging import Followed, Staging
-from adapters.upload.validate import bind_header, check_binding, check_spare_rows, module_reports
+from adapters.upload.validate import bind_header, check_binding, check_spare_rows, module_reports, with_split_blocks
 
 # A larger header is read once, when the upload is whole.
 _MAX_FOLLOWED_HEADER_BYTES = 1 << 20
@@ -68,6 +68,7 @@ class Intake:
         if followed is not None and followed.num_bytes != tensors.stat().st_size:
             followed = None
         binding = followed.binding if followed is not None else bind_header(config, tensors, self._layout)
+        binding = with_split_blocks(binding, tensors)
         notes = check_spare_rows(binding, text.num_padding_tokens)
         binding = check_binding(binding, tensors, self.row_plan, self._base)
         modules = module_reports(binding)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
+
+import msgspec
 
 from adapters.errors import BindingError, RowsExceeded
 from adapters.files.manifest import ModuleRecord
@@ -12,8 +15,9 @@ from adapters.layout import BaseLayout
 from adapters.peft.base_weights import BaseWeights
 from adapters.peft.binding import bind
 from adapters.peft.block_tensors import Stacked
-from adapters.peft.bound_tensors import TOKENS, Binding, BoundExtra, BoundSlice, Repeat, first_of
+from adapters.peft.bound_tensors import TOKENS, Binding, BoundExtra, BoundSlice, Repeat, first_of, rows_of
 from adapters.peft.config import parse_config
+from adapters.peft.expert_tensors import split_blocks
 from adapters.row_plan import RowPlan
 
 # Training rounds the vocabulary up to a multiple of at most so many tokens (`pad_to_multiple_of`), each a power of two.
@@ -24,6 +28,12 @@ def bind_header(config: bytes, tensor_path: Path, layout: BaseLayout, *, is_grow
     """Where each tensor of the file's header binds; `is_growing` as for `read_header`. Raises Malformed, Unsupported,
     BindingError."""
     return bind(layout, parse_config(config), read_header(tensor_path, is_growing=is_growing))
+
+
+def with_split_blocks(binding: Binding, tensor_path: Path) -> Binding:
+    """The binding with each expert's gate and up apart where the file's values allow it."""
+    slices = split_blocks(binding.slices, tensor_path)
+    return replace(binding, slices=slices, rows=rows_of(slices, binding.extras, binding.tokens))
 
 
 def check_spare_rows(binding: Binding, num_padding_tokens: int) -> list[str]:
@@ -97,7 +107,8 @@ def module_reports(binding: Binding) -> tuple[ModuleRecord, ...]:
         also = extras.pop(bound.slice.module, [])
         num_bytes = bound.a.num_bytes + bound.b.num_bytes + sum(extra.tensor.num_bytes for extra in also)
         parts = tuple(extra.part for extra in also)
-        reports.append(ModuleRecord(bound.slice.module, bound.rank, bound.scaling, num_bytes, parts))
+        record = ModuleRecord(bound.slice.module, bound.rank, bound.scaling, num_bytes, parts)
+        reports.append(msgspec.structs.replace(record, num_experts=bound.num_experts))
     for module, alone in extras.items():
         num_bytes = sum(extra.tensor.num_bytes for extra in alone)
         reports.append(ModuleRecord(module, 0, 0.0, num_bytes, tuple(extra.part for extra in alone)))

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from kernels.contract import Contract
-from kernels.experts.ops import PackedExperts
+from kernels.expert_lora.ops import Pairs
+from kernels.experts.ops import ExpertAdapters, PackedExperts
 from kernels.experts.pairs import add_biases, by_expert, summed
 from kernels.linear.ops import PackedWeight, linear, pack_weight
 from kernels.swiglu.ops import swiglu
@@ -24,14 +25,26 @@ def pack_experts(gate_up: torch.Tensor, down: torch.Tensor) -> PackedExperts:
     return PackedExperts(of_gate_up, of_down, down.dtype, num_experts, hidden_size, size, "any_device", nbytes)
 
 
-def experts(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, packed: PackedExperts) -> torch.Tensor:
+def experts(
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+    packed: PackedExperts,
+    adapters: ExpertAdapters | None = None,
+) -> torch.Tensor:
     """See `ops.experts`."""
     in_order, order, rows = by_expert(x, chosen)
     counts = torch.bincount(in_order, minlength=packed.num_experts).tolist()
     gate_up = _multiply(rows, packed.gate_up, counts)
     add_biases(gate_up, packed.biases, 0, in_order)
-    out = _multiply(swiglu(gate_up, packed.activation), packed.down, counts)
+    pairs = Pairs(in_order, order // chosen.shape[1], packed.num_experts)
+    if adapters is not None:
+        adapters.add_gate_up(rows, gate_up, pairs)
+    gated = swiglu(gate_up, packed.activation)
+    out = _multiply(gated, packed.down, counts)
     add_biases(out, packed.biases, 1, in_order)
+    if adapters is not None:
+        adapters.add_down(gated, out, pairs)
     return summed(out, order, weights)
 
 

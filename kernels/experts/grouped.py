@@ -9,7 +9,8 @@ import torch
 from torch.nn import functional
 
 from kernels.contract import Contract
-from kernels.experts.ops import PackedExperts
+from kernels.expert_lora.ops import Pairs
+from kernels.experts.ops import ExpertAdapters, PackedExperts
 from kernels.experts.pairs import add_biases, by_expert, summed
 from kernels.shapes import ProbeShapes
 from kernels.swiglu.ops import swiglu
@@ -26,15 +27,27 @@ def pack_experts(gate_up: torch.Tensor, down: torch.Tensor) -> PackedExperts:
     return PackedExperts(gate_up, down, down.dtype, num_experts, hidden_size, size, "grouped", nbytes)
 
 
-def experts(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, packed: PackedExperts) -> torch.Tensor:
+def experts(
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+    packed: PackedExperts,
+    adapters: ExpertAdapters | None = None,
+) -> torch.Tensor:
     """See `ops.experts`."""
     in_order, order, rows = by_expert(x, chosen)
     each = torch.arange(packed.num_experts, device=x.device)
     ends = torch.searchsorted(in_order, each, right=True).to(torch.int32)
     gate_up = functional.grouped_mm(rows, packed.gate_up.transpose(1, 2), offs=ends)
     add_biases(gate_up, packed.biases, 0, in_order)
-    out = functional.grouped_mm(swiglu(gate_up, packed.activation), packed.down.transpose(1, 2), offs=ends)
+    pairs = Pairs(in_order, order // chosen.shape[1], packed.num_experts)
+    if adapters is not None:
+        adapters.add_gate_up(rows, gate_up, pairs)
+    gated = swiglu(gate_up, packed.activation)
+    out = functional.grouped_mm(gated, packed.down.transpose(1, 2), offs=ends)
     add_biases(out, packed.biases, 1, in_order)
+    if adapters is not None:
+        adapters.add_down(gated, out, pairs)
     return summed(out, order, weights)
 
 

@@ -11,7 +11,8 @@ import torch
 import torch_npu
 
 from kernels.contract import Contract
-from kernels.experts.ops import PackedExperts
+from kernels.expert_lora.ops import Pairs
+from kernels.experts.ops import ExpertAdapters, PackedExperts
 from kernels.shapes import ProbeShapes
 from kernels.swiglu.ops import swiglu
 
@@ -31,7 +32,13 @@ def pack_experts(gate_up: torch.Tensor, down: torch.Tensor) -> PackedExperts:
     return PackedExperts(gate_up, down, down.dtype, num_experts, hidden_size, size, "npu", nbytes)
 
 
-def experts(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, packed: PackedExperts) -> torch.Tensor:
+def experts(
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+    packed: PackedExperts,
+    adapters: ExpertAdapters | None = None,
+) -> torch.Tensor:
     """See `ops.experts`."""
     assert packed.biases is None, "experts have no biases"
     rows, places, counts, _ = torch_npu.npu_moe_init_routing_v2(
@@ -44,7 +51,16 @@ def experts(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, packed
         active_expert_range=[0, packed.num_experts],
         quant_mode=_NOT_QUANTISED,
     )
-    out = _multiply(swiglu(_multiply(rows, packed.gate_up, counts), packed.activation), packed.down, counts)
+    gate_up = _multiply(rows, packed.gate_up, counts)
+    if adapters is None:
+        out = _multiply(swiglu(gate_up, packed.activation), packed.down, counts)
+    else:
+        order = places.argsort()
+        pairs = Pairs(chosen.flatten().index_select(0, order), order // chosen.shape[1], packed.num_experts)
+        adapters.add_gate_up(rows, gate_up, pairs)
+        gated = swiglu(gate_up, packed.activation)
+        out = _multiply(gated, packed.down, counts)
+        adapters.add_down(gated, out, pairs)
     # places: of each pair, token by token, its row among those that are sorted by expert.
     by_token = out.index_select(0, places).unflatten(0, weights.shape)
     return (weights.unsqueeze(1) @ by_token).squeeze(1)

@@ -2,7 +2,8 @@
 
 route    probabilities = softmax(logits) or sigmoid(logits), the experts with the largest ones, for each token
 experts  out[t] = sum over j of weights[t, j] * mlp(x[t], chosen[t, j])
-         mlp(x, e) = down[e] @ act(gate[e] @ x, up[e] @ x), with a bias behind each product where experts have them
+         mlp(x, e) = down[e] @ act(gate[e] @ x, up[e] @ x), with a bias behind each product where experts have them, and
+         the deltas of adapters
 
 Tokens do not see each other: what a row of padding holds, NaN say, harms no other.
 """
@@ -17,6 +18,8 @@ from typing import Any
 import torch
 
 from kernels.activation import Activation
+from kernels.expert_lora.ops import Pairs, expert_lora
+from kernels.lora.maps import LoraMaps, LoraStack
 from kernels.platform import in_use
 
 
@@ -42,6 +45,23 @@ class PackedExperts:
     nbytes: int
     activation: Activation = "silu"
     biases: tuple[torch.Tensor, torch.Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertAdapters:
+    """LoRA rows of a layer's experts, and whose tokens use them; see `kernels.expert_lora.ops`."""
+
+    gate_up: LoraStack
+    down: LoraStack
+    maps: LoraMaps
+
+    def add_gate_up(self, x: torch.Tensor, out: torch.Tensor, pairs: Pairs) -> None:
+        """Add to the first product, out [pairs, 2 * size]."""
+        expert_lora(x, out, self.gate_up, self.maps, pairs)
+
+    def add_down(self, x: torch.Tensor, out: torch.Tensor, pairs: Pairs) -> None:
+        """Add to the second product, out [pairs, hidden_size]."""
+        expert_lora(x, out, self.down, self.maps, pairs)
 
 
 def pack_experts(
@@ -95,12 +115,19 @@ def route(
     return chosen, (weights * scale if scale != 1.0 else weights).to(logits.dtype)
 
 
-def experts(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, packed: PackedExperts) -> torch.Tensor:
+def experts(
+    x: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+    packed: PackedExperts,
+    adapters: ExpertAdapters | None = None,
+) -> torch.Tensor:
     """The weighted sum of each token's experts, fresh and contiguous [tokens, hidden_size].
 
     x        [tokens, hidden_size] of the packed weights' dtype, contiguous; read only, like all others
     chosen   int64 [tokens, num_chosen], experts from 0; no token has one twice
     weights  [tokens, num_chosen], dtype of x
+    adapters  None: no token of the step uses an adapter of experts
     """
     assert x.dim() == 2 and x.shape[1] == packed.hidden_size, "x is [tokens, hidden_size]"
     assert x.dtype == weights.dtype == packed.dtype, f"x is {x.dtype}, its weights {weights.dtype}, not {packed.dtype}"
@@ -108,7 +135,7 @@ def experts(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, packed
         "chosen and weights are [tokens, num_chosen]"
     )
     assert chosen.dtype == torch.int64, "chosen is int64"
-    out: torch.Tensor = _module(packed.implementation).experts(x, chosen, weights, packed)
+    out: torch.Tensor = _module(packed.implementation).experts(x, chosen, weights, packed, adapters)
     return out
 
 

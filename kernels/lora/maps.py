@@ -81,6 +81,7 @@ class LoraMaps(LoraArrays[torch.Tensor]):
     num_tokens       tokens of the step, the base model's included
     side             lines of what adapters have beside rows; None where no adapter of the step has such
     runs_once        the step is captured by nobody, so that what is launched may follow from `segments`
+    has_experts      an adapter of the step has rows for experts
     kept             what an implementation derived from `segments`, for the other layers of the step
     """
 
@@ -88,6 +89,7 @@ class LoraMaps(LoraArrays[torch.Tensor]):
     num_tokens: int
     side: NonLoraLines | None = None
     runs_once: bool = False
+    has_experts: bool = False
     kept: dict[object, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 # Ranges that a load takes: one for each of four groups of projections, and its place in the tables.
-MAX_STARTS = 5
+MAX_STARTS = 6
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ _NUM_SWAP_FIELDS_CONSTANT = tl.constexpr(_NUM_SWAP_FIELDS)
 _WIDE_BYTES = 16
 
 
-@triton.jit(do_not_specialize=["start_0", "start_1", "start_2", "start_3", "start_4"])
+@triton.jit(do_not_specialize=["start_0", "start_1", "start_2", "start_3", "start_4", "start_5"])
 def scatter_rows_kernel(
     pieces_ptr,  # int64 [pieces, _NUM_FIELDS]
     programs_ptr,  # int32 [programs, 3]
@@ -46,6 +46,7 @@ def scatter_rows_kernel(
     start_2,
     start_3,
     start_4,
+    start_5,
     BLOCK_BYTES: tl.constexpr,
 ):
     """Grid (programs,). Offsets are in bytes and 64 bits wide."""
@@ -55,7 +56,7 @@ def scatter_rows_kernel(
     first = tl.load(programs_ptr + 2) * BLOCK_BYTES
     which = tl.load(fields_ptr + 2)
     start = tl.where(which == 0, start_0, tl.where(which == 1, start_1, tl.where(which == 2, start_2, start_3)))
-    start = tl.where(which == 4, start_4, start).to(tl.int64)
+    start = tl.where(which == 4, start_4, tl.where(which == 5, start_5, start)).to(tl.int64)
     row_bytes = tl.load(fields_ptr + 5)
     source = tl.load(fields_ptr) + row * row_bytes
     target = tl.load(fields_ptr + 1) + start * tl.load(fields_ptr + 3) + row * tl.load(fields_ptr + 4)

@@ -12,12 +12,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from adapters.layout import BaseLayout, ProjectionSpec, Slice, SplitModule
+from adapters.layout import BaseLayout, Experts, ProjectionSpec, Slice, SplitModule
 from service.models.errors import ModelError
 from service.models.families import model_spec
 from service.models.gguf_file import LINK
 from service.models.spec.config_json import read_config
-from service.models.spec.model_spec import ModelSpec
+from service.models.spec.model_spec import ModelSpec, MoeSpec
 
 __all__ = ["ModelError", "ModelSpec", "layout_in", "layout_of", "layout_of_spec", "model_spec", "weight_files"]
 
@@ -62,8 +62,7 @@ def layout_of_spec(spec: ModelSpec) -> BaseLayout:
     projections = [
         ProjectionSpec(table, -1, "embeddings", "embedding", spec.vocab_size, (Slice(table, spec.hidden_size),))
     ]
-    unadapted: list[str] = []
-    routers: list[str] = []
+    experts: list[Experts] = []
     fixed: list[str] = []
     norms: list[Slice] = []
     splits: list[SplitModule] = []
@@ -74,8 +73,18 @@ def layout_of_spec(spec: ModelSpec) -> BaseLayout:
             name = prefix + linear.name
             projections.append(ProjectionSpec(name, index, linear.group, "linear", linear.in_features, pieces))
             splits += (SplitModule(prefix + module, _slices(prefix, parts)) for module, parts in linear.splits.items())
-        unadapted += (prefix + module for module in layer.mlp.unadapted)
-        routers += (prefix + module for module in layer.mlp.routers)
+        if isinstance(layer.mlp, MoeSpec):
+            of_layer = layer.mlp.expert_linears(spec.hidden_size)
+            for linear in of_layer:
+                pieces = _slices(prefix, linear.slices)
+                name = prefix + linear.name
+                projections.append(ProjectionSpec(name, index, "experts", "experts", linear.in_features, pieces))
+            names = [prefix + name for name in (*layer.mlp.modules, *(linear.name for linear in of_layer))]
+            binds_router, is_interleaved = bool(layer.mlp.routers), layer.mlp.interleaved
+            module, router, gate_up, down = names
+            num = layer.mlp.num_experts
+            experts.append(Experts(module, router, num, gate_up, down, binds_router, is_interleaved))
+            fixed += () if binds_router else (f"{router}.weight",)
         replaced = {f"{norm}.weight" for norm in layer.mixer.norms}
         fixed += (prefix + tensor for tensor in layer.mixer.tensors if tensor not in replaced)
         norms += (Slice(prefix + norm, spec.hidden_size) for norm in layer.norms)
@@ -88,8 +97,7 @@ def layout_of_spec(spec: ModelSpec) -> BaseLayout:
         spec.num_layers,
         spec.layer_prefix,
         tuple(projections),
-        unadapted=tuple(unadapted),
-        routers=tuple(routers),
+        experts=tuple(experts),
         fixed=tuple(fixed),
         norms=tuple(norms),
         splits=tuple(splits),

@@ -316,7 +316,7 @@ async def finish_start(services: Services, engine: EngineClient | Engines) -> No
                 # On a CPU any rank will do.
                 max_rank=None if ready.device.startswith("cpu") else MAX_KERNEL_RANK,
             )
-            services.metrics.by_adapter.max_adapters = max(services.store.row_plan.rows.values()) // RANK_OF_MOST
+            services.metrics.by_adapter.max_adapters = services.store.row_plan.most_rows // RANK_OF_MOST
             await asyncio.to_thread(preload, services)
             # numpy reads an upload's values; its parts written in C are loaded with Python's lock.
             await asyncio.to_thread(importlib.import_module, "numpy")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,23 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from adapters.errors import BindingError
+from adapters.errors import AdapterError, BindingError
+from adapters.files.manifest import AdapterRecord
 from adapters.files.safetensors_header import Tensor
+from adapters.layout import BaseLayout
+from adapters.memory.host_tier import read_adapter
+from adapters.memory.slab import HostAdapter
 from adapters.peft.binding import bind
 from adapters.peft.config import parse_config
+from adapters.row_plan import plan_rows
+from adapters.store.store import AdapterStore
 from service.models.errors import ModelError
 from service.models.families import model_spec
 from service.models.layouts import layout_of
 from service.models.loader import load_model
 from tests.models.test_parity import assert_parity
 from tests.support.engine.engine_parity import (
+    BASE,
     Oracle,
     World,
     answers_of,
@@ -32,6 +40,7 @@ from tests.support.models.tiny_models import make_tiny_model, tiny_config
 
 FAMILIES = ("qwen3_moe", "qwen3_5_moe_text", "glm4_moe")
 LAYER = {"qwen3_moe": "model.layers.0", "qwen3_5_moe_text": "model.layers.1", "glm4_moe": "model.layers.1"}
+PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -107,36 +116,222 @@ def test_a_wrong_tensor_of_an_expert_is_named(layout: str, fault: str, tmp_path:
     assert name in str(caught.value) and "\n" not in str(caught.value)
 
 
-def tensors_of(*paths: str) -> dict[str, Tensor]:
-    """Of rank 4; shapes of experts are as PEFT writes them for bare parameters."""
-    names = [f"base_model.model.{path}.lora_{side}.weight" for path in paths for side in "AB"]
-    return {name: Tensor(name, "F32", (4, 48) if "lora_A" in name else (48, 4), 0, 768) for name in names}
+# ---- adapters of experts, in the forms that trainers write
+
+WRITTEN = Path(__file__).parent / "expert_adapters"
+# Experts, rank, hidden width, their own width; the layer is the first.
+E, R, H, W = 3, 2, 8, 5
+EXPERTS = "model.layers.0.mlp.experts"
+WIDTHS = {"gate": (H, W), "up": (H, W), "down": (W, H)}
+Deltas = dict[str, tuple[torch.Tensor, torch.Tensor]]  # A [E, r, in], B [E, out, r] by part
 
 
-UNADAPTED = {
-    "bare-parameters": ("mlp.experts", "mlp.experts.base_layer"),
-    "one-by-one": ("mlp.experts.3.gate_proj", "mlp.experts.6.down_proj"),
+def small_layout(width: int = W) -> BaseLayout:
+    sizes = {"hidden_size": H, "num_experts": E, "moe_intermediate_size": width, "num_experts_per_tok": 2}
+    return layout_of(config_of("qwen3_moe", **sizes, num_hidden_layers=1, mlp_only_layers=[]))
+
+
+def publish(
+    root: Path, layout: BaseLayout, tensors: dict[str, torch.Tensor], config: dict[str, Any]
+) -> tuple[AdapterRecord, HostAdapter]:
+    """The adapter as the store has it, and as it is read for the device."""
+    root.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, root / "adapter_model.safetensors")
+    (root / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": R, "lora_alpha": 3} | config))
+    return published(root, root / "store", layout)
+
+
+def published(directory: Path, store_root: Path, layout: BaseLayout) -> tuple[AdapterRecord, HostAdapter]:
+    store = AdapterStore(store_root, layout, base_name=BASE)
+    upload = store.begin()
+    upload.add_directory(directory)
+    record, _ = upload.finish("a")
+    store.close()
+    return record, read_adapter(store_root, layout, record.digest, torch.float32)
+
+
+def deltas_of(adapter: HostAdapter, part: str) -> torch.Tensor:
+    """[E, out, in] that the adapter adds to the weights of gate_proj, say."""
+    held = adapter.slices[f"{EXPERTS}.{part}_proj"]
+    a, b = (side.unflatten(0, (E, -1)) for side in (held.a, held.b))
+    return held.scaling * b.transpose(1, 2) @ a
+
+
+VERSIONS = [f"{version}-{case}" for version in ("0.18.1", "0.19.0", "0.19.1", "0.21.2")
+            for case in ("odd", "wide", "square")]  # fmt: skip
+
+
+@pytest.mark.parametrize("written", VERSIONS)
+def test_parameters_mean_what_the_peft_that_wrote_them_merges(written: str, tmp_path: Path) -> None:
+    expected = load_file(WRITTEN / written / "deltas.safetensors")
+    directory = tmp_path / "adapter"
+    directory.mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (directory / name).write_bytes((WRITTEN / written / name).read_bytes())
+    layout = small_layout({"odd": 5, "wide": 4, "square": 8}[written.rpartition("-")[2]])
+    record, adapter = published(directory, tmp_path / "store", layout)
+    found = torch.cat((deltas_of(adapter, "gate"), deltas_of(adapter, "up")), dim=1)
+    torch.testing.assert_close(found, expected["gate_up"], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(deltas_of(adapter, "down"), expected["down"], atol=1e-5, rtol=1e-5)
+    assert {one.rank for one in record.manifest.modules} == {R}
+    assert record.manifest.rows == {"experts": E * R}
+
+
+def random_deltas() -> Deltas:
+    generator = torch.Generator().manual_seed(3)
+    return {
+        part: (torch.randn(E, R, width, generator=generator), torch.randn(E, out, R, generator=generator))
+        for part, (width, out) in WIDTHS.items()
+    }
+
+
+def one_by_one_form(deltas: Deltas, names: tuple[str, str, str] = PARTS) -> dict[str, torch.Tensor]:
+    return {
+        f"base_model.model.{EXPERTS}.{e}.{name}.lora_{side}.weight": tensor[e]
+        for name, part in zip(names, deltas, strict=True)
+        for side, tensor in zip("AB", deltas[part], strict=True)
+        for e in range(E)
+    }
+
+
+def parameters_form(deltas: Deltas, order: str = "o r e") -> dict[str, torch.Tensor]:
+    """As PEFT makes parameters of modules: gate and up of twice the rank, B of two blocks."""
+    (gate_a, gate_b), (up_a, up_b) = deltas["gate"], deltas["up"]
+    blocks = torch.zeros(E, 2 * W, 2 * R)
+    blocks[:, :W, :R], blocks[:, W:, R:] = gate_b, up_b
+    both = {"base_layer.": (torch.cat((gate_a, up_a), dim=1), blocks), "": deltas["down"]}
+    prefix, tensors = f"base_model.model.{EXPERTS}", {}
+    for name, (a, b) in both.items():
+        tensors[f"{prefix}.{name}lora_A.weight"] = a.flatten(0, 1)
+        in_order = b.permute(1, 2, 0) if order == "o r e" else b.permute(1, 0, 2)
+        tensors[f"{prefix}.{name}lora_B.weight"] = in_order.flatten(1)
+    return tensors
+
+
+def exchanged(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """As PEFT up to 0.19.0 has them: A is B, and B is A."""
+
+    def other(name: str) -> torch.Tensor:
+        is_a = "lora_A" in name
+        of = tensors[name.replace("lora_A", "lora_B") if is_a else name.replace("lora_B", "lora_A")]
+        return of.unflatten(1, (-1, E)).permute(2, 1, 0).flatten(0, 1) if is_a else (
+            of.unflatten(0, (E, -1)).permute(2, 1, 0).flatten(1))  # fmt: skip
+
+    return {name: other(name) for name in tensors}
+
+
+def stacked_form(deltas: Deltas) -> dict[str, torch.Tensor]:
+    return {
+        f"base_model.model.{EXPERTS}.{part}_proj.lora_{side}.weight": tensor
+        for part, sides in deltas.items()
+        for side, tensor in zip("AB", sides, strict=True)
+    }
+
+
+OF_PARAMETERS = {
+    "target_modules": [],
+    "target_parameters": ["gate_up_proj", "down_proj"],
+    "rank_pattern": {r".*\.gate_up_proj": 2 * R},
+    "alpha_pattern": {r".*\.gate_up_proj": 6},
+}
+OF_MODULES: dict[str, Any] = {"target_modules": [*PARTS]}
+FORMS: dict[str, tuple[Callable[[Deltas], dict[str, torch.Tensor]], dict[str, Any]]] = {
+    "one-by-one": (one_by_one_form, OF_MODULES),
+    "mixtral": (lambda deltas: one_by_one_form(deltas, ("w1", "w3", "w2")), {"target_modules": ["w1", "w2", "w3"]}),
+    "parameters": (parameters_form, OF_PARAMETERS | {"peft_version": "0.21.2"}),
+    "parameters-silent": (parameters_form, OF_PARAMETERS),
+    # As PEFT 0.17 has it, whose adapters name no version.
+    "exchanged-silent": (lambda deltas: exchanged(parameters_form(deltas)), OF_PARAMETERS),
+    "exchanged": (lambda deltas: exchanged(parameters_form(deltas)), OF_PARAMETERS | {"peft_version": "0.18.1"}),
+    "unsloth": (partial(parameters_form, order="o e r"), OF_PARAMETERS | {"lora_B_layout": "grouped_by_expert"}),
+    "unsloth-mended": (parameters_form, OF_PARAMETERS | {"lora_B_layout": "rank_major"}),
+    "stacked": (stacked_form, OF_MODULES),
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("case", UNADAPTED)
-def test_adapters_of_experts_are_refused_with_the_list(case: str, family: str) -> None:
-    paths = [f"{LAYER[family]}.{module}" for module in UNADAPTED[case]]
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": "all-linear"}
-    tensors = tensors_of(f"{LAYER[family]}.self_attn.q_proj", *paths)
-    with pytest.raises(BindingError) as caught:
-        bind(layout_of(config_of(family)), parse_config(json.dumps(config).encode()), tensors)
-    assert {f"{path}.lora_{side}.weight" for path in paths for side in "AB"} <= {
-        name.removeprefix("base_model.model.") for name, reason in caught.value.problems if "experts" in reason
+def test_all_forms_of_one_training_are_one_adapter(tmp_path: Path) -> None:
+    deltas, digests = random_deltas(), {}
+    for form, (write, config) in FORMS.items():
+        record, adapter = publish(tmp_path / form, small_layout(), write(deltas), config)
+        for part, (a, b) in deltas.items():
+            torch.testing.assert_close(deltas_of(adapter, part), 1.5 * b @ a, msg=lambda m, f=form: f"{f}: {m}")
+        digests[form] = record.digest
+    assert len(set(digests.values())) == 1, digests
+
+
+def test_what_experts_share_is_each_expert_s(tmp_path: Path) -> None:
+    """SGLang and Megatron keep one A of gate and up, and one B of down, for all experts."""
+    deltas = random_deltas()
+    for part, side in (("gate", 0), ("up", 0), ("down", 1)):
+        sides = list(deltas[part])
+        sides[side] = sides[side][:1]
+        deltas[part] = sides[0], sides[1]
+    _, adapter = publish(tmp_path, small_layout(), stacked_form(deltas), OF_MODULES)
+    for part, (a, b) in deltas.items():
+        torch.testing.assert_close(deltas_of(adapter, part), (1.5 * b @ a).expand(E, -1, -1))
+
+
+def test_experts_of_mixed_dtypes_and_one_rank_for_gate_and_up(tmp_path: Path) -> None:
+    """Gate and up that share an A keep it; an expert in bfloat16 among others is widened."""
+    deltas = random_deltas()
+    both = torch.cat((deltas["gate"][1], deltas["up"][1]), dim=1)
+    tensors = {
+        f"base_model.model.{EXPERTS}.lora_A.weight": deltas["gate"][0].flatten(0, 1),
+        f"base_model.model.{EXPERTS}.lora_B.weight": both.permute(1, 2, 0).flatten(1),
     }
-    assert "adapters of experts" in str(caught.value)
+    config = {"target_modules": [], "target_parameters": ["experts.gate_up_proj"]}
+    _, adapter = publish(tmp_path / "shared", small_layout(), tensors, config)
+    assert adapter.slices.keys() == {f"{EXPERTS}.gate_proj", f"{EXPERTS}.up_proj"}
+    torch.testing.assert_close(deltas_of(adapter, "up"), 1.5 * deltas["up"][1] @ deltas["gate"][0])
+    mixed = one_by_one_form(deltas)
+    name = f"base_model.model.{EXPERTS}.1.gate_proj.lora_B.weight"
+    mixed[name] = mixed[name].bfloat16()
+    _, adapter = publish(tmp_path / "mixed", small_layout(), mixed, OF_MODULES)
+    deltas["gate"][1][1] = deltas["gate"][1][1].bfloat16().float()
+    torch.testing.assert_close(deltas_of(adapter, "gate"), 1.5 * deltas["gate"][1] @ deltas["gate"][0])
+
+
+def refused() -> dict[str, tuple[dict[str, torch.Tensor], dict[str, Any], str]]:
+    single, parameters = one_by_one_form(random_deltas()), parameters_form(random_deltas())
+    first = f"base_model.model.{EXPERTS}.0.gate_proj.lora_A.weight"
+    outer = f"base_model.model.{EXPERTS}.lora_A.weight"
+    square = {outer: torch.ones(E * R, 8), outer.replace("_A", "_B"): torch.ones(8, E * R)}
+    of_down = {"target_modules": [], "target_parameters": ["down_proj"]}
+    return {
+        "missing-expert": ({n: t for n, t in single.items() if ".1.up_proj" not in n}, OF_MODULES, "none of experts 1"),
+        "missing-b": ({n: t for n, t in single.items() if n != first}, OF_MODULES, "counterpart lora_A is missing"),
+        "too-many": (single | {first.replace("0.gate", "3.gate"): single[first] + 1}, OF_MODULES, "has 3 experts"),
+        "another-rank": (single | {first: torch.ones(3, H)}, OF_MODULES, "rank 3 of all experts needs"),
+        "rank-of-config": (single, OF_MODULES | {"r": 4}, "rank 2 for each expert, and adapter_config.json says 4"),
+        "misshapen": (parameters | {outer: torch.ones(E * R, W + 1)}, OF_PARAMETERS, "neither gate_up_proj nor down"),
+        "not-targeted": (parameters, OF_PARAMETERS | {"target_parameters": ["down_proj"]}, "does not name it"),
+        "not-trained": ({n: t for n, t in parameters.items() if "base_layer" not in n}, OF_PARAMETERS, "no tensors"),
+        "silent": (square, of_down, "add the peft_version"),
+        "unknown-name": (
+            {first.replace("gate_proj", "gates"): single[first]},
+            OF_MODULES,
+            "of experts, lora_A",
+        ),
+        "whole": (single | {f"base_model.model.{EXPERTS}.down_proj": torch.ones(E, H, W)}, OF_MODULES, "nothing else"),
+        "unknown-order": (parameters, OF_PARAMETERS | {"lora_B_layout": "x"}, "lora_B_layout 'x' is not known"),
+    }
+
+
+@pytest.mark.parametrize("case", refused())
+def test_what_does_not_bind_is_refused_with_what_to_do(case: str, tmp_path: Path) -> None:
+    tensors, config, words = refused()[case]
+    layout = small_layout(8 if case == "silent" else W)
+    with pytest.raises(AdapterError) as caught:
+        publish(tmp_path, layout, tensors, config)
+    assert words in " ".join([str(caught.value), *(r for _, r in getattr(caught.value, "problems", ()))])
 
 
 def test_adapters_of_a_router_in_float32_are_refused() -> None:
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": "all-linear"}
-    tensors = tensors_of("model.layers.1.self_attn.q_proj", "model.layers.1.mlp.gate")
-    with pytest.raises(BindingError, match=r"float32 routers \(layers\.1\.mlp\.gate\)"):
+    paths = ("model.layers.1.self_attn.q_proj", "model.layers.1.mlp.gate")
+    names = [f"base_model.model.{path}.lora_{side}.weight" for path in paths for side in "AB"]
+    tensors = {name: Tensor(name, "F32", (4, 48) if "lora_A" in name else (48, 4), 0, 768) for name in names}
+    with pytest.raises(BindingError, match=r"change layers\.1\.mlp\.gate"):
         bind(layout_of(config_of("glm4_moe")), parse_config(json.dumps(config).encode()), tensors)
 
 
@@ -147,6 +342,19 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     specs: dict[str, dict[str, Any]] = {
         "router": {"rank": 4, "target_modules": ["q_proj"], **router, "rank_pattern": {"gate.weight": 3}},
         "router-alone": {"rank": 5, "target_modules": [], **router, "alpha_pattern": {"mlp.gate.weight": 20}},
+        "experts": {"rank": 2, "target_modules": ["q_proj"], "target_parameters": PARAMETERS},
+        "everything": {
+            "rank": 3,
+            "target_modules": "all-linear" if request.param == "qwen3_moe" else ["o_proj", "gate_proj"],
+            **({} if request.param == "qwen3_moe" else {"target_parameters": PARAMETERS, "use_rslora": True}),
+        },
+        "down": {
+            "rank": 5,
+            "target_modules": [],
+            "target_parameters": PARAMETERS[1:],
+            "rank_pattern": {"down_proj": 1},
+            "alpha_pattern": {"experts.down_proj": 7},
+        },
         "attention": {"rank": 8, "target_modules": ["q_proj", "v_proj"]},
     }
     return make_world(request.param, tmp_path_factory.mktemp(request.param), device, specs=specs)
@@ -185,4 +393,7 @@ def test_sizes_of_a_published_model_are_read() -> None:
     assert len(spec.moes) == 48 and not spec.mlps
     layout = layout_of(config)
     assert {p.name.rpartition(".")[2] for p in layout.projections if p.group == "mlp"} == {"gate"}
-    assert layout.unadapted[0] == "model.layers.0.mlp.experts"
+    assert [one.num for one in layout.experts] == [128] * 48
+    # Of rank 2: what PEFT advises for these, on 20 GB.
+    plan = plan_rows(layout, 20 << 30, element_bytes=2, max_rank=256)
+    assert plan.rows["experts"] // plan.length("experts", 2 * 128) == 51

@@ -32,6 +32,7 @@ _CASES: Mapping[str, Mapping[str, Case]] = {
     },
     "gated_delta": {"gated_delta_prefill": delta.prefill, "gated_delta_decode": delta.decode},
     "experts": {"experts": experts.experts},
+    "expert_lora": {"expert_lora": experts.lora},
     "paged_attention": {
         "paged_attention": attention.attend,
         "paged_attention_decode": attention.attend_decode,
@@ -60,7 +61,7 @@ def cases_of(op: str, shapes: ProbeShapes) -> Mapping[str, Case]:
         return {}
     if op == "gated_delta" and shapes.delta is None:
         return {}
-    if op == "experts" and shapes.experts is None:
+    if op in ("experts", "expert_lora") and shapes.experts is None:
         return {}
     cases = _CASES[op]
     if op == "linear" and not shapes.is_quantised:

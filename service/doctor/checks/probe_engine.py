@@ -218,7 +218,9 @@ class FakeAdapters(HostTier):
     ) -> None:
         super().__init__(Path(), layout, budget_bytes, dtype=dtype, is_pinned=is_pinned)
         self._of_layout, self._of_dtype = layout, dtype
-        projections = [projection for projection in layout.projections if projection.group != "embeddings"]
+        projections = [
+            projection for projection in layout.projections if projection.group not in ("embeddings", "experts")
+        ]
         self._shapes = [
             ModuleShape(piece.module, rank, projection.in_features, piece.out_features, 1.0)
             for projection in projections

@@ -36,6 +36,7 @@ TOO_MANY = "too many sizes"
 FAILED = "a capture failed"
 UPDATE_FAILED = "an update of a captured step failed"
 HIDDEN = "hidden states are asked for"
+EXPERTS = "adapters of experts"
 
 
 class Graph(Protocol):
@@ -71,14 +72,18 @@ class CapturedSteps:
     """See the module's docstring. `eager_reason`: why nothing is captured at all; None where steps are.
 
     max_graphs    that memory is kept for
+    has_eager_experts  steps with adapters of experts are not captured: their op looks at the host's view of a step
     num_replayed  steps so far
     eager         steps that ran otherwise, by their reason
     """
 
-    def __init__(self, graphs: Graphs | None, eager_reason: str | None, *, max_graphs: int) -> None:
+    def __init__(
+        self, graphs: Graphs | None, eager_reason: str | None, *, max_graphs: int, has_eager_experts: bool = False
+    ) -> None:
         assert (graphs is None) == (eager_reason is not None), "either graphs, or why not"
         self._graphs = graphs
         self._reason = eager_reason
+        self._has_eager_experts = has_eager_experts
         self.max_graphs = max_graphs
         self._captured: dict[StepSizes, Graph] = {}
         self._num_met: Counter[StepSizes] = Counter()  # steps that could have been replayed, and were not captured
@@ -168,6 +173,8 @@ class CapturedSteps:
         """Why a step of these sizes is not captured; None if it is to be."""
         if self._reason is not None:
             return self._reason
+        if sizes.has_experts and self._has_eager_experts:
+            return EXPERTS
         if not is_padded:
             has_many = sizes.num_rows is not None and sizes.num_rows > sizes.num_sequences
             return MANY_LOGITS if has_many else LARGE

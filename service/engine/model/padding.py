@@ -32,6 +32,7 @@ class StepSizes:
     has_lora       any token uses an adapter
     window_rows    rows that the window behind the base weights must hold, and once padded its length (see
                    `kernels.lora_window`); 0: there is none, or shrink and expand are kernels of their own
+    has_experts    an adapter of the step has rows for experts
     side           see `service.engine.step.maps.non_lora_lines`; () where adapters have nothing but rows
     """
 
@@ -43,6 +44,7 @@ class StepSizes:
     has_lora: bool
     window_rows: int = 0
     side: tuple[tuple[str, int], ...] = ()
+    has_experts: bool = False
 
 
 def from_python_on_npu(exact: StepSizes) -> StepSizes:

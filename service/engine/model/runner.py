@@ -5,6 +5,7 @@ Owns the caches (KV blocks and conv-state lines), allocated once; blocks and lin
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from adapters.layout import NON_LORA_GROUPS
-from kernels.platform import Platform
+from kernels.platform import Platform, contract
 from kernels.row_scatter import ops as row_scatter_ops
 from kernels.sampling import ops as sampling_ops
 from service.engine.ipc.config import EngineConfig, has_prefix_cache
@@ -21,6 +22,8 @@ from service.engine.model.graphs import HIDDEN, CapturedSteps, Graphs, unreplaya
 from service.engine.model.padding import Padding, StepSizes, from_python_on_npu, padded_tokens
 from service.models.errors import ModelError
 from service.models.step_batch import StepBatch
+
+log = logging.getLogger(__name__)
 
 # Captured beside those that are planned: steps of adapters that have more than rows.
 SPARE_GRAPHS = 64
@@ -35,7 +38,9 @@ class Capacity:
     lines beyond the slots are the prefix cache's.
 
     max_blocks                        of one sequence
-    num_groups, non_lora_groups           see `RowPlan.groups`, and where among them what is no row stands
+    num_groups, experts_group, non_lora_groups
+                                      see `RowPlan.groups`, and where among them the rows of experts, and what is no
+                                      row, stand
     row_element_bytes, row_alignment  of the LoRA rows, 0 where LoRA is off
     rope_class                        of a request's length limit: requests of one class rotate alike
     num_window_rows                   LoRA rows behind the base weights; 0 where they stand by themselves
@@ -61,6 +66,7 @@ class Capacity:
     num_window_rows: int = 0
     swaps_rows: bool = False
     non_lora_groups: Mapping[str, int] = field(default_factory=dict)
+    experts_group: int | None = None
 
 
 class Runner(Protocol):
@@ -139,7 +145,15 @@ class ModelRunner:
         if reason is None and graphs is None:
             graphs = _graphs_of(loaded.device)
         num_planned = sum(map(len, self._planned()))
-        self.captured = CapturedSteps(None if reason else graphs, reason, max_graphs=num_planned + SPARE_GRAPHS)
+        is_replayable = not loaded.spec.moes or contract("expert_lora", loaded.device).replayable
+        if reason is None and not is_replayable:
+            log.info("steps with adapters of experts run eagerly: expert_lora is not replayable here")
+        self.captured = CapturedSteps(
+            None if reason else graphs,
+            reason,
+            max_graphs=num_planned + SPARE_GRAPHS,
+            has_eager_experts=not is_replayable,
+        )
 
     def warm_up(self, config: EngineConfig) -> None:
         """See `Runner.warm_up`; the model's LoRA rows are bound by now."""
@@ -225,7 +239,8 @@ def _eager_reason(config: EngineConfig, kind: str, loaded: LoadedModel, *, has_g
     if not has_graphs and device.type not in ("cuda", "npu"):
         return f"no graphs on {device.type}"
     users = {"causal_conv1d": spec.convs, "gated_delta": spec.deltas, "experts": spec.moes}
-    unused = {op for op, layers in users.items() if not layers}
+    # Steps with adapters of experts, which alone use it, may run eagerly beside the others.
+    unused = {"expert_lora", *(op for op, layers in users.items() if not layers)}
     ops = unreplayable_ops(device, unused)
     return f"{', '.join(ops)} not replayable" if ops else None
 
@@ -277,6 +292,7 @@ def capacity_of(loaded: LoadedModel, config: EngineConfig, platform: Platform) -
         has_conv=spec.has_states,
         num_groups=len(loaded.layout.groups) + len(non_lora_groups),
         non_lora_groups=non_lora_groups,
+        experts_group=loaded.layout.groups.index("experts") if loaded.layout.experts else None,
         num_window_rows=loaded.model.num_window_rows,
         swaps_rows=loaded.model.num_window_rows > 0 and platform.swaps_at_once,
         has_length_limits=spec.needs_rope_limits,

@@ -18,7 +18,7 @@ import torch
 from adapters.memory.host_tier import HostTier
 from adapters.memory.row_pool import RowPool
 from adapters.non_lora_plan import non_lora_unit_bytes
-from adapters.row_plan import row_bytes
+from adapters.row_plan import EXPERTS_SHARE, row_bytes
 from kernels.compile_ahead import warm_up_ahead
 from kernels.lora.max_rank import MAX_KERNEL_RANK
 from kernels.platform import Platform, detect, find_device, in_use, prepare
@@ -282,11 +282,12 @@ def sizes_of(options: EngineOptions, device: str) -> ModelSizes:
     spec, dtype = _spec_and_dtype(options, device)
     platform = in_use(torch.device(device))
     layout, row_element_bytes = layout_of_spec(spec), platform.row_dtype(dtype).itemsize
+    layers_share = 1 - EXPERTS_SHARE if layout.experts else 1.0
     rows, units = row_bytes(layout, row_element_bytes), non_lora_unit_bytes(layout, row_element_bytes)
     return ModelSizes(
         kv_bytes_per_token=kv_bytes_per_token(spec, dtype),
         state_bytes_per_line=state_bytes_per_line(spec, dtype),
-        row_bytes=sum(size for group, size in rows.items() if group != "embeddings"),
+        row_bytes=int(sum(rows[group] for group in rows if group not in ("embeddings", "experts")) / layers_share),
         non_lora_line_bytes=units["vectors"] + units["norms"],
         non_lora_table_bytes=units["saved_embedding"] + units["saved_head"],
         # The residual stream, its norm, a projection's output and what is computed from that; LoRA's h and maps.

@@ -266,4 +266,5 @@ def _lora_maps(
         num_tokens=num_tokens,
         side=lines,
         runs_once=num_tokens > TOKEN_SIZES[-1],
+        has_experts=sizes.has_experts,
     )

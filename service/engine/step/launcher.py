@@ -24,7 +24,15 @@ from service.engine.scheduling.kv_blocks import BlockPool
 from service.engine.sequences.sequence import ScheduledChunk
 from service.engine.step.arrays import InputLimits, SamplerArrays
 from service.engine.step.inputs import RequestTable, StepInputs
-from service.engine.step.maps import BASE, IN_FLIGHT, ChunkInput, adapter_order, is_all_decode, non_lora_lines
+from service.engine.step.maps import (
+    BASE,
+    IN_FLIGHT,
+    ChunkInput,
+    adapter_order,
+    has_rows,
+    is_all_decode,
+    non_lora_lines,
+)
 from service.engine.step.outputs import StepSampling, sampling_of
 from service.engine.step.pooling import PooledStep, Pools
 from service.engine.step.results import ResultBuffers, StepResult
@@ -238,6 +246,7 @@ class StepLauncher:
             has_lora=any(chunk.place != BASE for chunk in inputs),
             window_rows=self._window_rows(adapters),
             side=non_lora_lines(inputs, self._runner.capacity.non_lora_groups),
+            has_experts=has_rows(inputs, self._runner.capacity.experts_group),
         )
 
     def _window_rows(self, adapters: frozenset[str]) -> int:

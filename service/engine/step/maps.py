@@ -143,6 +143,11 @@ def fill_adapters(arrays: AdapterArrays[HostArray], segments: Sequence[Segment],
             array.put(np.repeat(lines, lengths))
 
 
+def has_rows(chunks: Sequence[ChunkInput], group: int | None) -> bool:
+    """Whether an adapter of the chunks has rows in the group; None: the model has no such group."""
+    return group is not None and any(chunk.place != BASE and chunk.first_rows[group] >= 0 for chunk in chunks)
+
+
 def non_lora_lines(chunks: Sequence[ChunkInput], groups: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
     """The non-LoRA groups used by the chunks' adapters, each with the number that a captured step depends on: for
     heads, how many tables it multiplies with."""

@@ -12,6 +12,7 @@ from kernels.lora_window.window_lengths import window_lengths
 from kernels.platform import in_use
 from service.models.layers.caches import Caches
 from service.models.layers.decoder_layer import build_layer
+from service.models.layers.feed_forward import MixtureOfExperts
 from service.models.layers.mixers import RmsNorm
 from service.models.layers.projection import RowSource, TokenEmbedding
 from service.models.layers.rope import RotaryEmbedding
@@ -49,6 +50,9 @@ class Decoder:
             projection.bind_rows(rows)
         for norm in self._norms.values():
             norm.bind_rows(rows)
+        for layer in self.layers:
+            if isinstance(layer.mlp, MixtureOfExperts):
+                layer.mlp.bind_rows(rows)
         if rows.side is not None:
             self._head.bind_heads(rows.side.tables.get("saved_head"))
 

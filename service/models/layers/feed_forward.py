@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from kernels.experts.ops import experts, route
+from kernels.expert_lora import ops as expert_lora_ops
+from kernels.experts.ops import ExpertAdapters, experts, route
 from kernels.lora.maps import LoraMaps, LoraStack
 from kernels.swiglu import ops as swiglu_ops
-from service.models.layers.projection import Projection
+from service.models.layers.projection import Projection, RowSource
 from service.models.layers.weights import Weights
 from service.models.spec.model_spec import MlpSpec, ModelSpec, MoeSpec
 
@@ -58,10 +59,17 @@ class MixtureOfExperts:
             self._router = weights.exact(f"{name}.{moe.router}.weight")
             self._correction = weights.exact(f"{name}.{moe.correction}")
         self._experts = weights.experts(f"{name}.{moe.experts}", moe, spec.hidden_size)
+        self._stacks: tuple[LoraStack, LoraStack] | None = None
+        self._expert_names = [prefix + linear.name for linear in moe.expert_linears(spec.hidden_size)]
         self._shared = None if moe.shared is None else GatedMlp(weights, prefix + moe.shared.name, moe.shared)
         has_gate = moe.shared is not None and moe.shared_gate is not None
         self._shared_gate = weights.projection(f"{name}.{moe.shared_gate}") if has_gate else None
         self._spec = moe
+
+    def bind_rows(self, rows: RowSource) -> None:
+        """Bind the LoRA rows of the experts."""
+        gate_up, down = map(rows.stack, self._expert_names)
+        self._stacks = gate_up, down
 
     @property
     def form(self) -> object:
@@ -73,6 +81,8 @@ class MixtureOfExperts:
         packed = self._experts
         router = self._router if isinstance(self._router, torch.Tensor) else self._router.weight.data
         swiglu_ops.warm_up(packed.size, packed.dtype, router.device, packed.activation)
+        if self._stacks is not None:
+            expert_lora_ops.warm_up(self._stacks, packed.dtype, packed.num_experts)
         if self._shared is not None:
             self._shared.warm_up()
 
@@ -93,7 +103,11 @@ class MixtureOfExperts:
             correction=self._correction,
             scale=self._spec.scale,
         )
-        out = experts(x, chosen, weights.to(x.dtype), self._experts)
+        adapters = None
+        if lora is not None and lora.has_experts:
+            assert self._stacks is not None, "experts have no rows, but adapters of the step have"
+            adapters = ExpertAdapters(*self._stacks, lora)
+        out = experts(x, chosen, weights.to(x.dtype), self._experts, adapters)
         if self._shared is None:
             return out
         if self._shared_gate is None:

@@ -1,7 +1,7 @@
 """Feed-forwards, which work on each token of a layer alone, as data; see `spec` for the model around them. Torch-free.
 
-Each says which projections it has (`linears`), which tensors beside them (`tensors`), and which of its modules adapters
-cannot bind to (`unadapted`). Names are relative to the layer.
+Each says which projections it has (`linears`, `expert_linears`), and which tensors beside them (`tensors`). Names are
+relative to the layer.
 """
 
 from __future__ import annotations
@@ -29,11 +29,6 @@ class MlpSpec:
     output: str = "down_proj"
     bias: bool = False
     activation: Activation = "silu"
-
-    @property
-    def unadapted(self) -> tuple[str, ...]:
-        """Modules that adapters cannot bind to yet: none."""
-        return ()
 
     @property
     def routers(self) -> tuple[str, ...]:
@@ -95,10 +90,9 @@ class MoeSpec:
     shared_gate: str | None = "shared_expert_gate"
 
     @property
-    def unadapted(self) -> tuple[str, ...]:
-        """Modules that adapters cannot bind to yet."""
-        exact = () if self.correction is None else (f"{self.name}.{self.router}",)
-        return (*exact, f"{self.name}.{self.experts}")
+    def modules(self) -> tuple[str, str]:
+        """The experts', and their router's."""
+        return f"{self.name}.{self.experts}", f"{self.name}.{self.router}"
 
     @property
     def routers(self) -> tuple[str, ...]:
@@ -127,6 +121,15 @@ class MoeSpec:
             return (*linears, *self.shared.linears(hidden_size))
         gate = f"{self.name}.{self.shared_gate}"
         return (*linears, *self.shared.linears(hidden_size), Linear(gate, "mlp", hidden_size, {gate: 1}))
+
+    def expert_linears(self, hidden_size: int) -> tuple[Linear, Linear]:
+        """Gate and up of all experts; and down."""
+        experts = self.modules[0]
+        gate_up, down = {f"{experts}.gate_proj": self.size, f"{experts}.up_proj": self.size}, f"{experts}.down_proj"
+        return (
+            Linear(f"{experts}.gate_up_proj", "experts", hidden_size, gate_up),
+            Linear(down, "experts", self.size, {down: hidden_size}),
+        )
 
     def tensors(self, hidden_size: int, *, is_packed: bool) -> Shapes:
         """Tensors of checkpoints beside the projections: an exact router's weight and correction, and the experts in

@@ -19,6 +19,7 @@ FUNCTIONS = {
     "causal_conv1d": ("prefill", "update"),
     "gated_delta": ("prefill", "decode"),
     "experts": ("pack_experts", "experts"),
+    "expert_lora": ("expert_lora",),
     "paged_attention": ("paged_attention",),
     "linear": ("pack_weight", "linear"),
     "sampling": ("new_state", "sample"),
