@@ -335,17 +335,26 @@ def test_adapters_of_a_router_in_float32_are_refused() -> None:
         bind(layout_of(config_of("glm4_moe")), parse_config(json.dumps(config).encode()), tensors)
 
 
-@pytest.fixture(scope="module", params=[family for family in FAMILIES if family != "glm4_moe"])
+# The weight of the router, where adapters bind to it.
+ROUTERS = {"qwen3_moe": "mlp.gate", "qwen3_5_moe_text": "mlp.gate", "gpt_oss": "mlp.router", "glm4_moe": None}
+WORLDS = [pytest.param(family, marks=pytest.mark.wide if family != "qwen3_moe" else ()) for family in ROUTERS]
+
+
+@pytest.fixture(scope="module", params=WORLDS)
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, device: str) -> World:
     """Adapters that name what they train in each of PEFT's ways."""
-    router = {"target_parameters": ["mlp.gate.weight"]}
-    specs: dict[str, dict[str, Any]] = {
-        "router": {"rank": 4, "target_modules": ["q_proj"], **router, "rank_pattern": {"gate.weight": 3}},
-        "router-alone": {"rank": 5, "target_modules": [], **router, "alpha_pattern": {"mlp.gate.weight": 20}},
+    specs: dict[str, dict[str, Any]] = {}
+    if (router := ROUTERS[request.param]) is not None:
+        target = {"target_parameters": [f"{router}.weight"]}
+        specs = {
+            "router": {"rank": 4, "target_modules": ["q_proj"], **target, "rank_pattern": {router[4:] + ".weight": 3}},
+            "router-alone": {"rank": 5, "target_modules": [], **target, "alpha_pattern": {f"{router}.weight": 20}},
+        }
+    specs |= {
         "experts": {"rank": 2, "target_modules": ["q_proj"], "target_parameters": PARAMETERS},
         "everything": {
             "rank": 3,
-            "target_modules": "all-linear" if request.param == "qwen3_moe" else ["o_proj", "gate_proj"],
+            "target_modules": "all-linear" if request.param == "qwen3_moe" else ["o_proj", "k_proj"],
             **({} if request.param == "qwen3_moe" else {"target_parameters": PARAMETERS, "use_rslora": True}),
         },
         "down": {
