@@ -54,7 +54,7 @@ class RowPlan:
 
     @property
     def most_rows(self) -> int:
-        """Of the group that holds the most ranks."""
+        """Rows of the group that holds the most ranks."""
         return max((num for group, num in self.rows.items() if group != "experts"), default=0)
 
     def length(self, group: str, num_rows: int) -> int:

@@ -105,7 +105,7 @@ class ExpertForms:
         self._version = None if version is None else tuple(int(one or 0) for one in version.groups())
 
     def pieces(self, found: Sequence[FoundExperts]) -> tuple[list[tuple[FoundExperts, _Piece]], Problems]:
-        """What binds, and what does not."""
+        """The parts that bind, and the faults of the others."""
         problems: Problems = []
         is_interleaved = any(entry.experts.is_interleaved for entry in found)
         if is_interleaved:
