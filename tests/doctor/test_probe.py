@@ -265,18 +265,21 @@ def test_a_wrong_one_is_found(
     assert in_use(CPU).implementations[op] == own
 
 
-def test_an_implementation_that_forgets_a_cap_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of Gemma 2, whose cap of 50 no score of random queries comes near."""
+@pytest.mark.parametrize(("forgotten", "rule"), [("score_cap", {"score_cap": 50.0}), ("sinks", {"has_sinks": True})])
+def test_an_implementation_that_forgets_a_rule_is_found(
+    forgotten: str, rule: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cap of Gemma 2, which no score of random queries comes near; the sinks of gpt-oss."""
 
-    def no_cap(q: Any, k: Any, v: Any, maps: Any, **options: Any) -> None:
-        sdpa.paged_attention(q, k, v, maps, **{**options, "score_cap": None})
+    def forgetting(q: Any, k: Any, v: Any, maps: Any, **options: Any) -> None:
+        sdpa.paged_attention(q, k, v, maps, **{**options, forgotten: None})
 
     module = ModuleType("kernels.paged_attention.wrong")
     vars(module).update({name: value for name, value in vars(sdpa).items() if not name.startswith("__")})
-    module.paged_attention = no_cap  # type: ignore[attr-defined]
+    module.paged_attention = forgetting  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
     platform = detect("cpu").with_fallback("paged_attention", "wrong", "for the test")
-    shapes = dataclasses.replace(SHAPES, dtype="bfloat16", score_cap=50.0)
+    shapes = dataclasses.replace(SHAPES, dtype="bfloat16", **rule)
     trials = list(try_op(platform, CPU, "paged_attention", shapes))
     assert [trial.status for trial in trials if trial.implementation == "wrong"][-1] == "differs"
     assert (trials[-1].implementation, trials[-1].status) == ("sdpa", "ok")

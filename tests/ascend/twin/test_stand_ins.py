@@ -302,13 +302,17 @@ def test_the_service_keeps_away_what_attention_refuses(
     assert (said is None) == (refused is None), f"the service says {said!r}, the stand-in {refused!r}"
 
 
-def test_the_service_keeps_caps_away_from_attention() -> None:
-    """The operator has no argument for them; plain torch serves such a model."""
+def test_the_service_keeps_caps_and_sinks_away_from_attention() -> None:
+    """The operator has no argument for them, nor grouped products for biases; plain torch serves such a model."""
+    from kernels.experts import npu
     from kernels.paged_attention.npu import refuses
 
     shapes = ProbeShapes(dtype="bfloat16", block_size=128)
     assert refuses(shapes) is None
     assert refuses(replace(shapes, score_cap=50.0)) == "it does not cap scores"
+    assert refuses(replace(shapes, has_sinks=True)) == "it has no attention sinks"
+    assert npu.CONTRACT.refuses(shapes) is None
+    assert npu.CONTRACT.refuses(replace(shapes, has_expert_biases=True)) == "it adds no biases of experts"
 
 
 def test_the_16_bit_rule_can_be_lifted() -> None:
