@@ -37,6 +37,10 @@ class SlicePiece:
     sides: Mapping[str, Tensor]
 
 
+_OTHER_VOCABULARY = (
+    ": the vocabulary was changed in training; train without resize_token_embeddings, or save the module whole "
+    "(modules_to_save), whose rows of padding tokens can be left out"
+)
 # Faults, by the name of the faulty thing.
 Problems = list[tuple[str, str]]
 
@@ -47,13 +51,19 @@ def misfits(entry: FoundModule, known: KnownModules, config: AdapterConfig, rank
         present = next(iter(entry.sides.values()))
         other = "B" if "A" in entry.sides else "A"
         return [(present.name, f"its counterpart lora_{other} is missing")]
-    in_features = known.slices[entry.rows[0].module][0].in_features
+    projection = known.slices[entry.rows[0].module][0]
+    in_features = projection.in_features
     num_rows = sum(rows.num for rows in entry.rows)
     problems = []
     for side, wanted in (("A", (rank, in_features)), ("B", (num_rows, rank))):
         tensor = entry.sides[side]
         if tensor.shape != wanted:
             reason = f"its shape is {tensor.shape}; rank {rank} of {entry.name} needs {wanted}"
+            # The vocabulary's dimension: the last one of an embedding's A, the first one of a head's B.
+            where, axis = ("A", 1) if projection.kind == "embedding" else ("B", 0)
+            others = tensor.shape[:axis] + tensor.shape[axis + 1 :], wanted[:axis] + wanted[axis + 1 :]
+            if projection.group == "embeddings" and side == where and others[0] == others[1]:
+                reason += _OTHER_VOCABULARY
             problems.append((tensor.name, why_in_parts(tensor) or reason))
     for side, is_wanted in ((MAGNITUDE, config.use_dora), (LORA_BIAS, config.lora_bias)):
         if side in entry.sides and entry.sides[side].shape != (num_rows,):

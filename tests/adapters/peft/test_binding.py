@@ -267,6 +267,17 @@ def test_a_shape_of_another_base_is_refused(tmp_path: Path, shape: tuple[int, ..
     assert problems_of(tmp_path, tensors).keys() == {name}
 
 
+@pytest.mark.parametrize(("module", "side"), [("model.embed_tokens", "A"), ("lm_head", "B.weight")])
+def test_factors_of_a_larger_vocabulary_are_told_as_such(tmp_path: Path, module: str, side: str) -> None:
+    """Training resized the base's embedding and head before it adapted them."""
+    tensors = lora_tensors(LAYOUT, [module], 4)
+    (name,) = (one for one in tensors if one.endswith(side))
+    tensors[name] = np.pad(tensors[name], ((0, 0), (0, 2)) if side == "A" else ((0, 2), (0, 0)))
+    problems = problems_of(tmp_path, tensors, target_modules=[module.rpartition(".")[2]])
+    assert problems.keys() == {name}
+    assert "the vocabulary was changed in training; train without resize_token_embeddings" in problems[name]
+
+
 def test_an_adapter_that_binds_nothing_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BindingError):
         bind_tensors(tmp_path, {})
