@@ -464,3 +464,16 @@ def test_memory_of_ephemeral_versions_has_a_bound_and_refused_ones_leave_nothing
         store.check_integrity()
     with closing(opened(tmp_path / "none")) as store, pytest.raises(Unsupported, match="max-ephemeral-bytes"):
         put_ephemeral(store, "a", 1)
+
+
+def test_ephemeral_versions_count_for_their_owner(tmp_path: Path) -> None:
+    """Names and bytes, as durable ones do."""
+    with closing(opened(tmp_path, max_ephemeral_bytes=EPHEMERAL)) as store:
+        owned: dict[str, Any] = {"owner": "ann", "is_ephemeral": True}
+        put_version(store, LAYOUT, "ann/one", 1, **owned)
+        for quota in (Quota(max_names=1), Quota(max_bytes=1)):
+            with pytest.raises(QuotaExceeded):
+                put_version(store, LAYOUT, "ann/two", 2, quota=quota, **owned)
+        assert (list(store.names()), memory_files()) == (["ann/one"], 1)
+        put_version(store, LAYOUT, "ben/one", 1, owner="ben", is_ephemeral=True, quota=Quota(max_names=1))
+        assert store.versions("ann/one").owner == "ann"
