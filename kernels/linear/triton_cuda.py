@@ -21,15 +21,16 @@ from kernels.contract import Contract
 from kernels.linear import reference
 from kernels.linear.ops import PackedWeight, RowsBehind
 from kernels.linear.quantised import Quantised
-from kernels.linear.triton_cuda_configs import MAX_TOKENS, TABLE, TileConfig, config_for, num_splits
+from kernels.linear.triton_cuda_configs import MAX_BLOCK, MAX_TOKENS, TABLE, TileConfig, config_for, num_splits
 from kernels.linear.triton_cuda_kernels import dequantise_kernel, quantised_linear_kernel
 from kernels.platform import in_use
 
 log = logging.getLogger(__name__)
 
-# Inputs of a block, at most; bytes of the scratch memory and rows of a tile that are dequantised.
-_MAX_BLOCK, _MIN_BLOCK, _ROWS_BLOCK = 128, 16, 64
-_SCRATCH_BYTES, _DEQUANTISED_ROWS = 32 << 20, 32
+# Inputs of a block, at least, and those of a block of rows of A.
+_MIN_BLOCK, _ROWS_BLOCK = 16, 64
+# Bytes of the scratch memory, fewest rows in it, and rows of a tile that are dequantised.
+_SCRATCH_BYTES, _MIN_ROWS, _DEQUANTISED_ROWS = 32 << 20, 128, 32
 # Tiles of one product whose inputs are split.
 _MAX_SPLIT_TILES = 1 << 14
 _FLOAT8 = (8, 9)
@@ -257,9 +258,8 @@ def _blocks(codes: torch.Tensor, block: int, in_features: int) -> torch.Tensor:
 
 def _block_of(weight: Quantised) -> int:
     """Inputs of a block, which have one scale for each output: a power of two that divides the group."""
-    if weight.group == weight.in_features:
-        return _MAX_BLOCK
-    return min(_MAX_BLOCK, weight.group & -weight.group)
+    most = MAX_BLOCK[4 if weight.codes.dtype == torch.uint8 else 8]
+    return most if weight.group == weight.in_features else min(most, weight.group & -weight.group)
 
 
 def _inputs_of_block(tiled: TiledCodes) -> int:
@@ -281,7 +281,7 @@ def _say_dequantised(name: str) -> None:
 
 def _scratch_rows(in_features: int, dtype: torch.dtype) -> int:
     """Rows of a weight that are dequantised at a time."""
-    return max(_MAX_BLOCK, _SCRATCH_BYTES // (in_features * dtype.itemsize))
+    return max(_MIN_ROWS, _SCRATCH_BYTES // (in_features * dtype.itemsize))
 
 
 def splits_of(weight: PackedWeight) -> int:

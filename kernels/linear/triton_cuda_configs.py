@@ -20,6 +20,8 @@ class TileConfig:
     stages: int
 
 
+# Bytes of a block of inputs for each output, at most, by bits of a code; fixed when a weight is packed.
+MAX_BLOCK = {8: 128, 4: 64}
 # Most tokens of a step whose codes are dequantised in registers; more take a dequantised copy of some rows at a time.
 MAX_TOKENS = 256
 # Programs for each core that the inputs of a narrow weight are split for, and the fewest blocks of one. Neither depends
