@@ -194,6 +194,23 @@ def test_adapters_of_other_families(family: str, form: str, tmp_path: Path) -> N
         assert_greedy(oracle, request, answers[request.name].tokens)
 
 
+def test_descriptions_of_msmodelslim(tmp_path: Path) -> None:
+    """W8A8_DYNAMIC beside what stays in floats, of files that the tool names; config.json knows nothing of it."""
+    model_dir = make_quantised("int8", "llama", tmp_path, num_hidden_layers=2)
+    config()(model_dir)
+    stored = load_file(model_dir / "model.safetensors")
+    stored |= {name.replace("scale", "offset"): part * 0 for name, part in stored.items() if "weight_scale" in name}
+    (model_dir / "model.safetensors").unlink()
+    save_file(stored, model_dir / "quant_model_weight_w8a8_dynamic.safetensors")
+    kinds = {name: "W8A8_DYNAMIC" if "proj" in name else "FLOAT" for name in stored}
+    description = model_dir / "quant_model_description_w8a8_dynamic.json"
+    description.write_text(json.dumps({"model_quant_type": "W8A8_DYNAMIC", "version": "1.0.0", **kinds}))
+    assert_parity(model_dir, "cpu")
+    description.write_text(json.dumps({**kinds, f"{Q_PROJ}.weight": "W4A4_FLATQUANT_DYNAMIC"}))
+    with pytest.raises(ModelError, match="kind of tensors 'W4A4_FLATQUANT_DYNAMIC'; served is FLOAT, W8A8"):
+        load_model(model_dir)
+
+
 def tensor(change: Callable[[torch.Tensor], torch.Tensor | None], suffix: str) -> Callable[[Path], None]:
     """Change one tensor of a module, or leave it out."""
 

@@ -213,15 +213,23 @@ def _open(model_dir: Path, file: str) -> Any:
 
 
 def _file_names(model_dir: Path) -> list[str]:
+    index = model_dir / _INDEX
     if (model_dir / _SINGLE).is_file():
         return [_SINGLE]
-    if not (model_dir / _INDEX).is_file():
-        raise ModelError(f"{model_dir} has neither {_SINGLE} nor {_INDEX} (pickled weights are never read)")
+    if not index.is_file():
+        # msmodelslim names its files so, with the kind of quantisation behind.
+        indices = sorted(model_dir.glob("quant_model_weight*.index.json"))
+        singles = sorted(model_dir.glob("quant_model_weight*.safetensors"))
+        if not indices and len(singles) == 1:
+            return [singles[0].name]
+        if not indices:
+            raise ModelError(f"{model_dir} has neither {_SINGLE} nor {_INDEX} (pickled weights are never read)")
+        index = indices[0]
     try:
-        weight_map: dict[str, str] = json.loads((model_dir / _INDEX).read_text(encoding="utf-8"))["weight_map"]
+        weight_map: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         file_names = sorted(set(weight_map.values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{model_dir / _INDEX} has no readable weight_map: {error!r}") from error
+        raise ModelError(f"{index} has no readable weight_map: {error!r}") from error
     outside = [file for file in file_names if Path(file).name != file]
     if outside:
         raise ModelError(f"{_INDEX} names {outside[0]}, which is not a file of {model_dir} itself")

@@ -12,7 +12,17 @@ from typing import Any
 
 from service.models.errors import ModelError
 
-METHODS = ("fp8", "fbgemm_fp8", "modelopt", "compressed-tensors", "awq", "gptq", "auto-round", "bitsandbytes")
+METHODS = (
+    "fp8",
+    "fbgemm_fp8",
+    "modelopt",
+    "compressed-tensors",
+    "awq",
+    "gptq",
+    "auto-round",
+    "bitsandbytes",
+    "msmodelslim",
+)
 KEYS = ("quantization_config", "compression_config")
 _HELP = "give the directory of the checkpoint that it was made of, in bfloat16, float16 or float32"
 _AUTO_ROUND = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
@@ -63,6 +73,7 @@ def _read(given: Any, key: str) -> Quantisation:
         "auto-round": _auto_round,
         "bitsandbytes": _bitsandbytes,
         "gguf": _gguf,
+        "msmodelslim": _msmodelslim,
     }
     read = readers.get(str(method))
     if read is None:
@@ -141,6 +152,12 @@ def _auto_round(given: Mapping[str, Any]) -> Quantisation:
 
 def _bitsandbytes(given: Mapping[str, Any]) -> Quantisation:  # noqa: ARG001
     return Quantisation("bitsandbytes", ("bnb4", "bnb8"))
+
+
+def _msmodelslim(given: Mapping[str, Any]) -> Quantisation:
+    for kind in given.get("kinds", ()):
+        _only({"kind of tensors": kind}, "kind of tensors", ("FLOAT", "W8A8", "W8A8_DYNAMIC"))
+    return Quantisation("msmodelslim", ("int8",))
 
 
 def _gguf(given: Mapping[str, Any]) -> Quantisation:  # noqa: ARG001
