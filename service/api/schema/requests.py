@@ -238,18 +238,9 @@ class CompletionRequest(Generation):
     )
 
 
-class ChatRequest(Generation):
-    """Body of POST /v1/chat/completions."""
+class TemplateFields(Request):
+    """Fields of the chat template, which renders messages."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1), FIRST] = Field(description="the conversation so far")
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="largest number of tokens of the answer; default: the rest of the context"
-    )
-    echo: bool | None = Field(None, description="begin the answer with the last message, if it is the assistant's")
-    logprobs: bool | None = Field(None, description="log probabilities of the answer's tokens")
-    top_logprobs: Annotated[int, Field(ge=-1)] | None = Field(
-        None, description="alternatives for each token (-1: all tokens); only with `logprobs`"
-    )
     reasoning_effort: str | None = Field(None, description=_REASONING_EFFORT)
     enable_thinking: bool | None = Field(
         None,
@@ -269,6 +260,31 @@ class ChatRequest(Generation):
         description="which of the model's named chat templates; default: `tool_use` with tools, else `default`",
     )
     tools: ToolList | None = Field(None, description=f"functions that the model may call, up to {MAX_TOOLS}")
+
+    @model_validator(mode="after")
+    def _check_template(self) -> TemplateFields:
+        if self.tools:
+            check_tools(self.tools)
+        if self.continue_final_message and self.add_generation_prompt:
+            raise field_error(
+                "continue_final_message",
+                "`continue_final_message` and `add_generation_prompt` exclude each other; send one of them.",
+            )
+        return self
+
+
+class ChatRequest(TemplateFields, Generation):
+    """Body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1), FIRST] = Field(description="the conversation so far")
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="largest number of tokens of the answer; default: the rest of the context"
+    )
+    echo: bool | None = Field(None, description="begin the answer with the last message, if it is the assistant's")
+    logprobs: bool | None = Field(None, description="log probabilities of the answer's tokens")
+    top_logprobs: Annotated[int, Field(ge=-1)] | None = Field(
+        None, description="alternatives for each token (-1: all tokens); only with `logprobs`"
+    )
     tool_choice: ToolChoice | None = Field(
         None,
         description="`auto`, the default where there are `tools`: the model chooses; `none`; `required`: one at least; "
@@ -281,14 +297,8 @@ class ChatRequest(Generation):
     include_reasoning: bool | None = Field(None, description="false: leave `reasoning_content` out; true by default")
 
     @model_validator(mode="after")
-    def _check_tools(self) -> ChatRequest:
-        if self.tools:
-            check_tools(self.tools)
-        check_tool_choice(self.tool_choice, self.tools)
-        return self
-
-    @model_validator(mode="after")
     def _check_pairs(self) -> ChatRequest:
+        check_tool_choice(self.tool_choice, self.tools)
         if self.max_tokens == 0:
             raise field_error("max_tokens", "`max_tokens` must be at least 1.")
         given = {self.max_tokens, self.max_completion_tokens} - {None}
@@ -296,11 +306,6 @@ class ChatRequest(Generation):
             raise field_error("max_tokens", "`max_tokens` and `max_completion_tokens` differ; send one of them.")
         if self.top_logprobs and not self.logprobs:
             raise field_error("top_logprobs", "`top_logprobs` is only allowed with `logprobs`: true.")
-        if self.continue_final_message and self.add_generation_prompt:
-            raise field_error(
-                "continue_final_message",
-                "`continue_final_message` and `add_generation_prompt` exclude each other; send one of them.",
-            )
         return self
 
 
@@ -360,8 +365,8 @@ class BatchRequest(Request):
     )
 
 
-class TokenizeRequest(Request):
-    """Body of POST /tokenize: a prompt or messages."""
+class TokenizeRequest(TemplateFields):
+    """Body of POST /tokenize: a prompt, or messages with the fields of their template."""
 
     unserved = TOKENIZE_FIELDS
 
@@ -369,37 +374,15 @@ class TokenizeRequest(Request):
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1), FIRST] | None = None
     add_special_tokens: bool | None = Field(None, description="true for prompts, false for messages by default")
-    add_generation_prompt: bool | None = Field(None, description="true by default; only with messages")
-    continue_final_message: bool | None = Field(None, description="only with messages")
-    chat_template_kwargs: TemplateVariables = Field(None, description="only with messages")
-    chat_template_name: str | None = Field(None, max_length=64, description="only with messages")
-    reasoning_effort: str | None = Field(None, description="only with messages")
-    enable_thinking: bool | None = Field(None, description="only with messages")
-    tools: ToolList | None = Field(None, description="only with messages")
     return_token_strs: bool | None = Field(None, description="answer with the tokens as the vocabulary spells them")
 
     @model_validator(mode="after")
     def _check_one(self) -> TokenizeRequest:
-        if self.tools:
-            check_tools(self.tools)
         if (self.prompt is None) == (self.messages is None):
             raise value_fault("send either `prompt` or `messages`")
-        names = (
-            "add_generation_prompt",
-            "continue_final_message",
-            "chat_template_kwargs",
-            "chat_template_name",
-            "reasoning_effort",
-            "enable_thinking",
-            "tools",
-        )
+        names = TemplateFields.model_fields
         if self.messages is None and any(getattr(self, name) for name in names):
             raise value_fault(f"{', '.join(f'`{name}`' for name in names)} are only allowed with `messages`")
-        if self.continue_final_message and self.add_generation_prompt:
-            raise field_error(
-                "continue_final_message",
-                "`continue_final_message` and `add_generation_prompt` exclude each other; send one of them.",
-            )
         return self
 
 
