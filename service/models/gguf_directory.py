@@ -5,9 +5,11 @@ The weights stay in the file. What the metadata cannot say exactly is refused by
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from service.models.errors import ModelError
@@ -24,24 +26,25 @@ def model_directory(path: Path, root: Path) -> Path:
         return path
     if not path.is_file():
         raise ModelError(f"{path} is no file")
-    directory, stat = root / path.stem, path.stat()
-    mark = directory / "source.json"
+    stat = path.stat()
     source = json.dumps([str(path.resolve()), stat.st_size, stat.st_mtime_ns])
-    if mark.is_file() and mark.read_text() == source:
+    directory = root / hashlib.sha256(source.encode()).hexdigest()[:16] / path.stem
+    if directory.is_dir():
         return directory
     file = read_gguf(path)
     texts: dict[str, Any] = {"config.json": config_of_gguf(file), **_tokenizer(file)}
-    directory.mkdir(parents=True, exist_ok=True)
-    mark.unlink(missing_ok=True)
-    for name, content in texts.items():
-        (directory / name).write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-    template = file.facts.get("tokenizer.chat_template")
-    (directory / "chat_template.jinja").unlink(missing_ok=True)
-    if isinstance(template, str):
-        (directory / "chat_template.jinja").write_text(template, encoding="utf-8")
-    (directory / LINK).unlink(missing_ok=True)
-    os.symlink(path.resolve(), directory / LINK)
-    mark.write_text(source)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=directory.parent, ignore_cleanup_errors=True) as folder:
+        written = Path(folder) / path.stem
+        written.mkdir()
+        for name, content in texts.items():
+            (written / name).write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+        template = file.facts.get("tokenizer.chat_template")
+        if isinstance(template, str):
+            (written / "chat_template.jinja").write_text(template, encoding="utf-8")
+        (written / LINK).symlink_to(path.resolve())
+        with suppress(OSError):  # another process was first
+            written.rename(directory)
     return directory
 
 

@@ -16,6 +16,7 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 from service.api.store_health import DiskWatch
 from service.engine.ipc.client import EngineClient
 from service.logs import LOGGER, configure
+from service.models.gguf_directory import model_directory
 from service.ray_serve import members
 from service.ray_serve.relay import Relay
 from service.ray_serve.remote import Address, RemoteEngines
@@ -52,7 +53,8 @@ def ray_settings(given: Mapping[str, Any]) -> Settings:
     if others:
         said = "; ".join(f"{name} (said by {_NOT_OURS[name]})" for name in others)
         raise SettingsError(f"Settings of the application on Ray Serve: take out {said}.")
-    return load_settings(**given, store_shared=True, replicas=1)
+    settings = load_settings(**given, store_shared=True, replicas=1)
+    return settings.model_copy(update={"model_dir": model_directory(settings.model_dir, settings.store_root / "gguf")})
 
 
 def _served(settings: Settings) -> str:
