@@ -33,6 +33,7 @@ def slashed(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) 
     shutil.copytree(checkpoints.spare, root / "adapters" / "plain" / "checkpoint-1")
     shutil.copytree(checkpoints.spare, root / "adapters" / ".cache" / "hidden")
     settings = {"model_name": BASE, "preload_adapters_dir": root / "adapters", "lora_path_root": root / "adapters"}
+    settings |= {"root_path": "/llm"}
     with running_server(checkpoints.base, root / "server", log_format="json", **settings) as running:
         yield running
 
@@ -124,6 +125,17 @@ def test_vllm_s_routes_load_and_unload_them(slashed: Server) -> None:
     assert card in slashed.get("/v1/models", params={"prefix": "org/loaded"}).json()["data"]
     assert (card["root"], card["parent"]) == (PRELOADED, BASE)  # as vLLM has it, the path that was sent
     assert slashed.post("/v1/unload_lora_adapter", json={"lora_name": "org/loaded"}).status_code == 200
+
+
+def test_every_route_is_below_the_root_path_too(slashed: Server) -> None:
+    """A proxy may leave its prefix in the path, or cut it off."""
+    body = {"model": PRELOADED, "prompt": "a", "max_tokens": 1}
+    for prefix in ("/llm", ""):
+        assert slashed.post(f"{prefix}/v1/completions", json=body).json()["model"] == PRELOADED
+        assert slashed.get(f"{prefix}/v1/adapters/{PRELOADED}").json()["name"] == PRELOADED
+        assert slashed.get(f"{prefix}/openapi.json").json()["servers"] == [{"url": "/llm"}]
+    for wrong in ("/llmx/v1/models", "/llm/llm/v1/models"):
+        assert slashed.get(wrong).status_code == 404
 
 
 def test_many_are_loaded_at_once(slashed: Server) -> None:
