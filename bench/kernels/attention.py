@@ -1,11 +1,12 @@
 """Paged attention on a GPU: our kernel against the floor, and against torch's own attention over dense keys and values.
 
-    python -m bench.kernels.attention [--tune] [--json FILE]
+    python -m bench.kernels.attention [--tune | --mixed] [--json FILE]
 
 bfloat16, 32 query heads over 8 key/value heads, blocks of 16 tokens scattered over the cache. Floor: keys and values of
 the context once, queries and outputs once, at 4.3 TB/s, or arithmetic at 790 TFLOP/s, whichever is longer. `sdpa` is
 scaled_dot_product_attention on the same numbers without pages: what it would take if nothing had to be looked up. Each
-row's output is compared with it. `--tune` tries other tiles for each row and prints the fastest.
+row's output is compared with it. `--tune` tries other tiles for each row and prints the fastest; `--mixed` times small
+steps of chunks and decode tokens with the tile of each kind of step.
 """
 
 from __future__ import annotations
@@ -28,7 +29,15 @@ from bench.kernels.lora import geometric_mean
 from bench.kernels.timing import FLOOR_BYTES_PER_SECOND, FLOOR_FLOP_PER_SECOND, num_sets, time_graph
 from kernels.attention_maps import AttentionMaps
 from kernels.paged_attention import triton_cuda
-from kernels.paged_attention.triton_cuda_configs import Heads, LaunchPlan, TileConfig, plan_for
+from kernels.paged_attention.triton_cuda_configs import (
+    TABLES,
+    Heads,
+    LaunchPlan,
+    TileConfig,
+    TileKind,
+    plan_for,
+    tile_for,
+)
 from kernels.platform import in_use
 
 NUM_HEADS, KV_HEADS, BLOCK_SIZE = 32, 8, 16
@@ -226,12 +235,81 @@ def tune(rows: Sequence[Row]) -> None:
             print(f"{'decode' if is_decode else 'chunks'} d{head_dim}: {means[tile]:.1f} us {tile}")
 
 
+# Steps padded to 64 tokens and 64 sequences, no decode steps: of each sequence its tokens in the step, and those in the
+# cache after it.
+MIXED: dict[str, tuple[tuple[int, int], ...]] = {
+    "chunk64.c8192": ((64, 8192),),
+    "chunk64.c1024": ((64, 1024),),
+    "chunk16.c8192+decode.s48.c1024": ((16, 8192), *((1, 1024),) * 48),
+    "chunk16.c4096+decode.s48.c4096": ((16, 4096), *((1, 4096),) * 48),
+    "chunk2.c2048+decode.s60.c2048": ((2, 2048), *((1, 2048),) * 60),
+}
+
+
+def make_mixed(sequences: Sequence[tuple[int, int]], head_dim: int, num_padded: int = 64) -> Arguments:
+    """A captured step's arguments, its other sequences empty; no dense keys."""
+    lens = [context for _, context in sequences] + [0] * (num_padded - len(sequences))
+    blocks = [-(-length // BLOCK_SIZE) for length in lens]
+    table = torch.zeros(num_padded, -(-16384 // BLOCK_SIZE), dtype=torch.int32, device="cuda")
+    scattered, first = (torch.randperm(sum(blocks), device="cuda") + 1).int(), 0
+    for index, num in enumerate(blocks):
+        table[index, :num] = scattered[first : first + num]
+        first += num
+    starts = [0, *itertools.accumulate(num for num, _ in sequences)]
+    starts += starts[-1:] * (num_padded + 1 - len(starts))
+    cache_shape = (sum(blocks) + 1, BLOCK_SIZE, KV_HEADS, head_dim)
+    k_cache, v_cache = (torch.randn(cache_shape, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    maps = AttentionMaps(
+        query_starts=tuple(starts),
+        kv_lens=tuple(lens),
+        block_tables=(),
+        query_start_loc=torch.tensor(starts, dtype=torch.int32, device="cuda"),
+        kv_lens_device=torch.tensor(lens, dtype=torch.int32, device="cuda"),
+        block_table=table,
+        slot_mapping=torch.full((num_padded,), -1, device="cuda"),
+    )
+    q = torch.randn(num_padded, NUM_HEADS, head_dim, dtype=torch.bfloat16, device="cuda")
+    return Arguments(q, k_cache, v_cache, k_cache, v_cache, maps)
+
+
+def measure_mixed() -> None:
+    """Print the time of each mixed step with the tile of each kind, and the splits that go with it."""
+    kinds: tuple[TileKind, ...] = ("decode", "mixed", "chunks")
+    print(f"{'step':34} {'d':>4} " + " ".join(f"{kind + ' us':>10}" for kind in kinds))
+    for head_dim, (name, sequences) in itertools.product((64, 128, 256), MIXED.items()):
+        arguments, heads = make_mixed(sequences, head_dim), Heads(NUM_HEADS, KV_HEADS, head_dim, 2, None)
+        plan = plan_for(in_use(torch.device("cuda")), heads, 64, 64, 16384, is_decode=False)
+        times, outs = [], []
+        for kind in kinds:
+            tile = tile_for(TABLES["any"], heads, kind)
+            at_least = max(1, plan.min_split_blocks * plan.tile.block_n // tile.block_n)
+            chosen = LaunchPlan(tile, plan.num_splits, at_least)
+
+            def call(chosen: LaunchPlan = chosen, a: Arguments = arguments) -> torch.Tensor:
+                out, scale = torch.empty_like(a.q), a.q.shape[-1] ** -0.5
+                caches = (a.k_cache, a.v_cache, a.maps)
+                triton_cuda.paged_attention(a.q, *caches, scale=scale, sliding_window=None, out=out, plan=chosen)
+                return out
+
+            outs.append(call().float())
+            times.append(time_graph([call]))
+        for out in outs[1:]:
+            error = float((out - outs[0]).norm() / outs[0].norm())
+            if not error < 1e-2:
+                raise RuntimeError(f"{name}: relative difference {error:.1e} between tiles")
+        print(f"{name:34} {head_dim:>4} " + " ".join(f"{one:10.1f}" for one in times), flush=True)
+
+
 def main() -> None:
     """Print the table, or the fastest tiles."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tune", action="store_true", help="try other tiles")
     parser.add_argument("--json", type=Path, help="where to write the rows")
+    parser.add_argument("--mixed", action="store_true", help="steps with chunks and decode tokens, by kind of tile")
     options = parser.parse_args()
+    if options.mixed:
+        measure_mixed()
+        return
     if options.tune:
         tune(ROWS)
         return

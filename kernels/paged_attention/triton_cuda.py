@@ -30,6 +30,8 @@ from kernels.shapes import ProbeShapes
 from kernels.triton_launch import Workspace, count_compiled
 
 _LOG2_E = math.log2(math.e)
+# Tokens of one sequence, and whether it is a decode step: one of each kind of tile.
+_KINDS = ((1, True), (1, False), (2, False))
 
 
 def paged_attention(
@@ -121,8 +123,8 @@ def warm_up(
     queries = k_cache.new_zeros(2, num_heads, head_dim)
     sinks = torch.zeros(num_heads, device=k_cache.device) if has_sinks else None
     zeros = torch.zeros(3, dtype=torch.int32, device=k_cache.device)
-    for num_tokens in (1, 2):  # of one sequence: the two kinds of tile
-        tile = plan_for(platform, heads, num_tokens, 1, block_size, is_decode=True).tile
+    for num_tokens, is_decode in _KINDS:
+        tile = plan_for(platform, heads, num_tokens, 1, block_size, is_decode=is_decode).tile
         q = queries[:num_tokens]
         # No tokens, so that no slot is read: all queries are padding behind the only sequence.
         slots = torch.full((num_tokens,), -1, dtype=torch.int64, device=k_cache.device)

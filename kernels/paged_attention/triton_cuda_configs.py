@@ -11,8 +11,11 @@ import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Literal
 
 from kernels.platform import Platform
+
+TileKind = Literal["decode", "mixed", "chunks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +37,10 @@ class TileConfig:
 class AttentionTable:
     """How a kind of GPU runs paged attention.
 
-    decode, chunks     (bytes of an element, largest head_dim) -> tile, by ascending head_dim; `decode` serves steps
-                       padded to no more tokens than sequences, which may hold short prompts too, `chunks` all others
+    decode, mixed, chunks  (bytes of an element, largest head_dim) -> tile, by ascending head_dim; `mixed` serves steps
+                       padded to no more tokens than sequences that are no decode steps: some of their sequences may
+                       be decode tokens, whose time the rows of a tile must not exceed, or one chunk all that is there,
+                       whose keys each tile reads again
     programs_per_core  keys are split among programs until there are so many
     min_split_tokens   keys that a split is worth
     max_split_tokens   keys after which a sequence is split even among many, so that it does not end long after them
@@ -44,6 +49,7 @@ class AttentionTable:
     """
 
     decode: Mapping[tuple[int, int], TileConfig]
+    mixed: Mapping[tuple[int, int], TileConfig]
     chunks: Mapping[tuple[int, int], TileConfig]
     programs_per_core: int
     min_split_tokens: int
@@ -91,6 +97,15 @@ _HOPPER = AttentionTable(
             (4, 256): TileConfig(16, 16, 2, 8),
         }
     ),
+    mixed=MappingProxyType(
+        {
+            (2, 64): TileConfig(64, 64, 2, 4),
+            (2, 128): TileConfig(64, 64, 2, 4),
+            (2, 256): TileConfig(64, 32, 2, 8),
+            (4, 128): TileConfig(32, 32, 2, 8),
+            (4, 256): TileConfig(16, 16, 2, 8),
+        }
+    ),
     chunks=MappingProxyType(
         {
             (2, 64): TileConfig(128, 64, 2, 4),
@@ -115,9 +130,9 @@ def max_head_dim(element_bytes: int) -> int:
     return min(max(dim for size, dim in table.decode if size == element_bytes) for table in TABLES.values())
 
 
-def tile_for(table: AttentionTable, heads: Heads, *, is_decode: bool) -> TileConfig:
+def tile_for(table: AttentionTable, heads: Heads, kind: TileKind) -> TileConfig:
     """The tile for these heads; it holds at least one query of all heads of a group."""
-    tiles = table.decode if is_decode else table.chunks
+    tiles = getattr(table, kind)
     sizes = [size for size in tiles if size[0] == heads.element_bytes and size[1] >= heads.head_dim]
     assert sizes, f"the kernel has no tile for heads of {heads.head_dim} elements of {heads.element_bytes} bytes"
     tile = tiles[sizes[0]]
@@ -141,7 +156,7 @@ def _plan(
     kind: str, num_cores: int, heads: Heads, num_tokens: int, num_sequences: int, max_kv_tokens: int, is_decode: bool
 ) -> LaunchPlan:
     table = TABLES.get(kind, TABLES["any"])
-    tile = tile_for(table, heads, is_decode=num_tokens <= num_sequences)
+    tile = tile_for(table, heads, "decode" if is_decode else "mixed" if num_tokens <= num_sequences else "chunks")
     queries = tile.block_m * heads.kv_heads // heads.num_heads
     num_programs = heads.kv_heads * min(num_tokens, num_tokens // queries + num_sequences)
     if heads.sliding_window is not None:

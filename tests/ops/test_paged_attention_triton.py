@@ -29,6 +29,7 @@ from kernels.paged_attention.triton_cuda_configs import (
     Heads,
     LaunchPlan,
     TileConfig,
+    TileKind,
     plan_for,
     tile_for,
 )
@@ -113,14 +114,14 @@ def test_kernels_equal_float64(case: Case, plan: LaunchPlan | None, triton_cuda:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 80, 128, 256])
-@pytest.mark.parametrize("is_decode", [True, False], ids=["decode", "chunks"])
+@pytest.mark.parametrize("kind", ["decode", "mixed", "chunks"])
 def test_every_tile_of_the_table_is_right(
-    is_decode: bool, head_dim: int, dtype: torch.dtype, triton_cuda: ModuleType, device: str
+    kind: TileKind, head_dim: int, dtype: torch.dtype, triton_cuda: ModuleType, device: str
 ) -> None:
     """With one split and with three, over several blocks of keys."""
     heads = Heads(4, 1, head_dim, dtype.itemsize, None)
-    tile = tile_for(TABLES["any"], heads, is_decode=is_decode)
-    sequences = ((1, 1), (1, 150)) if is_decode else ((tile.block_m // 4 + 3, 100), (1, 131))
+    tile = tile_for(TABLES["any"], heads, kind)
+    sequences = ((1, 1), (1, 150)) if kind == "decode" else ((tile.block_m // 4 + 3, 100), (1, 131))
     case = Case(sequences, 4, 1, head_dim, dtype=dtype)
     for num_splits in (1, 3):
         check(case, device, lambda step, out, n=num_splits: run(triton_cuda, step, out, LaunchPlan(tile, n, 1)))
@@ -206,6 +207,8 @@ def test_plans_by_hand() -> None:
     # A chunk behind a long prefix, in a step that has room for 63 other sequences.
     assert chunks(heads, 64, 64, 8192).num_splits == 8
     assert decode(heads, 64, 64, 8192).num_splits == 1
+    # Its sixteen queries a tile read the keys four times; decode tokens beside it leave most rows of theirs empty.
+    assert chunks(heads, 64, 64, 8192).tile.block_m == 64
     # A chunk of a very long one: eight splits would be worth it, and their results take eight times 64 MiB.
     assert chunks(heads, 4096, 1, 131072).num_splits == 1
     assert chunks(heads, 1000, 1, 131072).num_splits == 4

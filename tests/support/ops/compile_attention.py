@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 import triton
 
 from kernels.paged_attention import triton_cuda_kernels as kernels
-from kernels.paged_attention.triton_cuda_configs import MAX_SPLITS, TABLES, Heads, TileConfig, tile_for
+from kernels.paged_attention.triton_cuda_configs import MAX_SPLITS, TABLES, Heads, TileConfig, TileKind, tile_for
 from tests.support.ops.compile_lora import compile_kernel
 
 NAMES = {2: "bf16", 4: "fp32"}
@@ -69,14 +69,16 @@ def compile_attention(
         )
 
 
+KINDS: tuple[TileKind, ...] = ("decode", "mixed", "chunks")
+
 if __name__ == "__main__":
     # Every tile of the table at its largest head_dim, and an awkward head_dim; pages below and above a block of keys.
     table = TABLES["any"]
     for element_bytes, head_dim in table.decode:
-        for is_decode in (True, False):
+        for kind in KINDS:
             heads = Heads(32, 8, head_dim, element_bytes, None)
-            compile_attention(tile_for(table, heads, is_decode=is_decode), heads, 16, is_split=is_decode)
-    for is_decode in (True, False):
+            compile_attention(tile_for(table, heads, kind), heads, 16, is_split=kind != "chunks")
+    for kind in KINDS:
         heads = Heads(6, 2, 80, 2, 1024)
-        tile = tile_for(table, heads, is_decode=is_decode)
-        compile_attention(tile, heads, 128, is_split=not is_decode, has_cap=True, has_sinks=True)
+        tile = tile_for(table, heads, kind)
+        compile_attention(tile, heads, 128, is_split=kind != "decode", has_cap=True, has_sinks=True)
