@@ -43,7 +43,7 @@ def error_in(
     prompt, sampling = request.prompt_token_ids, request.sampling
     if not prompt:
         return "The prompt is empty; send at least one token."
-    if not all(0 <= token < capacity.vocab_size for token in prompt):
+    if min(prompt) < 0 or max(prompt) >= capacity.vocab_size:
         return f"The prompt has token ids outside the vocabulary of {capacity.vocab_size}."
     if not MIN_WEIGHT <= request.weight <= MAX_WEIGHT:
         return f"The tenant's weight is {request.weight}; it must be between {MIN_WEIGHT} and {MAX_WEIGHT:g}."
