@@ -286,6 +286,7 @@ class Engine:
             prefix_cache_hit_tokens=self.cache.counts.hit_tokens,
             prefix_cache_resumed_tokens=self.cache.counts.resumed_tokens,
             prefix_cache_idle_blocks=self.cache.trie.num_idle,
+            prefix_cache_stateless_tokens=self.cache.counts.stateless_tokens,
             prefix_cache_states=self.lines.num_kept,
             prefix_cache_evicted_states=self.lines.num_evicted,
             prefix_cache_evicted_blocks=self.cache.trie.num_evicted,

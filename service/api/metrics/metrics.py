@@ -69,6 +69,11 @@ _STATS_COUNTERS = (
         "prefix_cache_resumed_tokens",
         "Tokens that the prefix cache had when preempted sequences went on.",
     ),
+    (
+        "prefix_cache_stateless_tokens",
+        "prefix_cache_stateless_tokens",
+        "Prompt tokens whose blocks the prefix cache had, and no state behind them.",
+    ),
     ("prefix_cache_evicted_blocks", "prefix_cache_evicted_blocks", "Blocks that the prefix cache lost to others."),
     ("prefix_cache_evicted_states", "prefix_cache_evicted_states", "States that the prefix cache lost to others."),
     ("adapter_loads", "num_adapter_loads", "Adapters loaded onto the device."),

@@ -245,6 +245,7 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     prefix_cache_idle_blocks: int = 0
     prefix_cache_evicted_blocks: int = 0
     prefix_cache_states: int = 0
+    prefix_cache_stateless_tokens: int = 0  # whose blocks it had, and no state behind them
     prefix_cache_evicted_states: int = 0
     # How steps were run: replayed from a graph, or otherwise, by the reason.
     num_steps_replayed: int = 0

@@ -36,8 +36,6 @@ from service.engine.sequences.sequence import NEVER, Sequence, num_equal, same_u
 
 # Steps that a prefix is awaited for: so many, and so many times those that the sequence's own prompt takes.
 _AWAITED_STEPS, _AWAITED_TIMES = 16, 4
-# Blocks that a state must save, to be worth a line and the further step in which its prompt is computed.
-_LEAST_SAVED_BLOCKS = 4
 _TOKEN_BYTES = 4
 
 
@@ -80,11 +78,12 @@ class Found:
 
 @dataclass(slots=True)
 class CacheCounts:
-    """Tokens of prompts when requests first joined, those of them that were found, and tokens found when preempted
-    requests joined again."""
+    """Tokens of prompts when requests first joined, those of them that were found, those whose blocks were and no state
+    behind them, and tokens found when preempted requests joined again."""
 
     queried_tokens: int = 0
     hit_tokens: int = 0
+    stateless_tokens: int = 0
     resumed_tokens: int = 0
 
 
@@ -184,8 +183,8 @@ class PrefixCache:
             if self._blocks.extend(sequence.key, len(found.blocks) + 1):
                 num_tokens, source = found.num_tokens, found.source
         sequence.num_computed, sequence.copied_block = num_tokens, source
-        self.lines.start(sequence, found.state_of, found.known, self._wanted_states(sequence, found))
-        self._count(sequence, num_tokens)
+        self.lines.start(sequence, found.state_of, found.known, self._block_size)
+        self._count(sequence, num_tokens, found)
         sequence.publish_at = NEVER
         if not self.is_on:
             return
@@ -285,23 +284,13 @@ class PrefixCache:
 
     # ---- inner parts
 
-    def _wanted_states(self, sequence: Sequence, found: Found) -> tuple[int, ...]:
-        """Numbers of tokens, in whole blocks, at which others go on otherwise: as the request says, and as they do."""
-        wanted: list[int] = []
-        if self.is_on and self.lines.most_kept:
-            before, size = len(found.blocks), self._block_size
-            places = {at // size for at in sequence.request.keep_at if at < sequence.num_prompt}
-            for num_blocks in sorted(places if found.known is None else {*places, found.known[1] // size}):
-                if num_blocks - before >= _LEAST_SAVED_BLOCKS:
-                    wanted.append(num_blocks * size)
-                    before = num_blocks
-        return tuple(wanted)
-
-    def _count(self, sequence: Sequence, num_tokens: int) -> None:
+    def _count(self, sequence: Sequence, num_tokens: int, found: Found) -> None:
         if sequence.num_cached is None:
             sequence.num_cached = num_tokens
             self.counts.queried_tokens += sequence.num_prompt
             self.counts.hit_tokens += num_tokens
+            if found.known is not None:
+                self.counts.stateless_tokens += found.known[1] - num_tokens
         else:
             self.counts.resumed_tokens += num_tokens
 

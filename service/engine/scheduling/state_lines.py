@@ -26,6 +26,8 @@ from service.engine.scheduling.prefix_trie import Node
 from service.engine.sequences.sequence import Sequence
 from service.engine.sequences.slots import Slots
 
+# Blocks that a state must save, to be worth a line and the further step in which its prompt is computed.
+_LEAST_SAVED_BLOCKS = 4
 _SHARE_OF_LAST = 16  # states over which `_share_read` goes, about
 
 
@@ -81,15 +83,14 @@ class StateLines(Slots):
     # ---- of a sequence that runs
 
     def start(
-        self, sequence: Sequence, node: Node | None, known: tuple[Node, int] | None, wanted: tuple[int, ...]
+        self, sequence: Sequence, node: Node | None, known: tuple[Node, int] | None, block_size_tokens: int
     ) -> None:
         """The sequence begins behind the node's state; None: with no state.
 
-        known   a node below that, and how many tokens it ends: others have gone on otherwise there, or will
-        wanted  numbers of its tokens, ascending, at which its state is to be kept
+        known  a node below that, and how many tokens it ends: others have gone on otherwise there, or will
         """
-        sequence.cuts = wanted
-        if known is not None and known[1] in wanted:
+        sequence.cuts = self._cuts(sequence, known, block_size_tokens)
+        if known is not None and known[1] in sequence.cuts:
             self._expected.setdefault(known[0], sequence)
         self._behind[sequence] = 0, None
         if node is not None:
@@ -213,6 +214,18 @@ class StateLines(Slots):
         assert self.num_kept <= self.most_kept, "more states kept than there is room for"
 
     # ---- inner parts
+
+    def _cuts(self, sequence: Sequence, known: tuple[Node, int] | None, size: int) -> tuple[int, ...]:
+        """Numbers of tokens, in whole blocks, at which others go on otherwise: as the request says, and as they do."""
+        cuts: list[int] = []
+        if self.most_kept:
+            before = sequence.num_computed // size
+            places = {at // size for at in sequence.request.keep_at if at < sequence.num_prompt}
+            for num_blocks in sorted(places if known is None else {*places, known[1] // size}):
+                if num_blocks - before >= _LEAST_SAVED_BLOCKS:
+                    cuts.append(num_blocks * size)
+                    before = num_blocks
+        return tuple(cuts)
 
     def _read_next(self, sequence: Sequence, line: int) -> None:
         sequence.source_line = line

@@ -325,6 +325,7 @@ def test_a_state_is_kept_where_a_second_prompt_goes_on_otherwise(hybrid: MockEng
         assert run(hybrid, name, prompt) == expected
         assert num_computed(hybrid) == len(prompt) - expected + 3
         assert hybrid.output[name] == expected_tokens(prompt, None, 4)
+    assert hybrid.engine.stats().prefix_cache_stateless_tokens == 28 + 12 + 12 + 32 + 8
 
 
 def test_a_state_is_kept_at_the_end_of_an_answer(hybrid: MockEngine) -> None:
