@@ -199,10 +199,10 @@ def test_a_narrow_weight_is_split_and_summed_in_one_order(triton_cuda: ModuleTyp
     assert triton_cuda.splits_of(packed) == 2
     packed, rows = ops.append_rows(packed, num_rows=2, num_slices=1)
     rows.fill_(0.5)
-    x = torch.randn(18, 1100, generator=generator).bfloat16().to(device)
     atol, rtol = OP[torch.bfloat16]
     full = torch.cat((dequantise(weight, torch.bfloat16), rows))
     for _ in range(2):
+        x = torch.randn(18, 1100, generator=generator).bfloat16().to(device)
         out = linear(x, packed, window_rows=2)
         torch.testing.assert_close(out.double(), expected_product(x, full, None), atol=atol, rtol=rtol)
 
