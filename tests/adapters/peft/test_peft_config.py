@@ -51,7 +51,7 @@ def test_what_peft_writes_by_default_is_accepted() -> None:
         {"megatron_config": {"a": 1}},
         {"layer_replication": [[0, 2]]},
         {"alora_invocation_tokens": [1, 2], "use_dora": True},
-        {"target_parameters": ["x"]},
+        {"lora_B_layout": "x"},
         {"use_qalora": True},
         {"arrow_config": {"top_k": 1}},
         {"kasa_config": {"beta": 1}},
@@ -82,11 +82,11 @@ def test_what_changes_the_computation_is_refused_by_name(fields: dict[str, Any])
         parse_config(config_bytes(**fields))
 
 
-def test_bare_parameters_are_refused_with_the_list() -> None:
+def test_parameters_alone_may_be_adapted() -> None:
     """PEFT's way to experts whose weights are no modules."""
     names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    with pytest.raises(Unsupported, match=r"mlp\.experts\.down_proj, mlp\.experts\.gate_up_proj"):
-        parse_config(config_bytes(target_parameters=names))
+    config = parse_config(config_bytes(target_modules=None, target_parameters=names))
+    assert set(config.target_parameters) == set(names) and not config.target_modules
 
 
 @pytest.mark.parametrize(
