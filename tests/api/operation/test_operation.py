@@ -68,6 +68,7 @@ STATUSES: dict[str, tuple[str, str]] = {
     "post /v1/chat/completions/batch": ("200 400 404 413 429 500 503", "401 403"),
     "post /v1/completions/batch": ("200 400 413 429 503", "401 403"),
     "post /inference/v1/generate": ("200 400 404 413 429 500 503", "401 403"),
+    "post /invocations": ("200 400 404 413 429 500 503", "401 403"),
     "post /v1/responses": ("200 400 404 413 429 500 503", "401 403"),
     "post /v1/messages": ("200 400 404 413 429 500 503", "401 403"),
     "post /v1/messages/count_tokens": ("200 400 404 413 429 500 503", "401 403"),
