@@ -32,6 +32,7 @@ def test_what_peft_writes_by_default_is_accepted() -> None:
     assert parse_config(json.dumps(fields).encode()) == AdapterConfig(
         rank=8,
         alpha=8.0,
+        peft_version=fields["peft_version"],
         use_rslora=False,
         rank_pattern={},
         alpha_pattern={},
