@@ -170,7 +170,7 @@ class Settings(BaseSettings):
     state_cache_bytes: Size | None = Field(
         None,
         description="size of the states that the prefix cache keeps of models with convolutions or delta nets, "
-        "allocated once; 0: such models compute every prompt; default: on a CPU a sixth of kv-bytes, elsewhere 0",
+        "allocated once; 0: such models compute every prompt; default: a sixth of kv-bytes, on an NPU 0",
     )
     adapter_row_bytes: Size | None = Field(
         None,

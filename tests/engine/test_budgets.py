@@ -234,12 +234,12 @@ def test_free_memory_is_read_when_the_probe_s_is_given_back(reads: list[int], nu
     assert len(waits) == num_waits and sum(waits) <= 2.01
 
 
-def test_states_of_the_prefix_cache_have_a_sixth_of_the_blocks_bytes_on_a_cpu() -> None:
-    decided = decide_budgets(options(), TINY, "cpu", GIB)
-    assert decided.state_cache_bytes == pytest.approx(decided.kv_bytes / 6, rel=0.2)
-    assert decide_budgets(options(kv_bytes=6 * MIB), TINY, "cpu", GIB).state_cache_bytes == MIB
-    for kind in ("cuda", "npu"):
-        assert decide_budgets(options(), TINY, kind, GIB).state_cache_bytes == 0
-    assert decide_budgets(options(state_cache_bytes=MIB), TINY, "cuda", GIB).state_cache_bytes == MIB
+def test_states_of_the_prefix_cache_have_a_sixth_of_the_blocks_bytes() -> None:
+    for kind in ("cpu", "cuda"):
+        decided = decide_budgets(options(), TINY, kind, GIB)
+        assert decided.state_cache_bytes == pytest.approx(decided.kv_bytes / 6, rel=0.2)
+        assert decide_budgets(options(kv_bytes=6 * MIB), TINY, kind, GIB).state_cache_bytes == MIB
+    assert decide_budgets(options(prefix_cache=True), TINY, "npu", GIB).state_cache_bytes == 0
+    assert decide_budgets(options(prefix_cache=True, state_cache_bytes=MIB), TINY, "npu", GIB).state_cache_bytes == MIB
     for fields in ({"prefix_cache": False}, {"state_cache_bytes": 0}):
         assert decide_budgets(options(**fields), TINY, "cpu", GIB).state_cache_bytes == 0

@@ -28,8 +28,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     block_size_tokens           tokens per KV block; None: `default_block_size_tokens` of the device
     kv_bytes                    KV cache, allocated once
     state_bytes                 lines of state, allocated once; None: one line for each of max_sequences
-    state_cache_bytes           further lines, whose states the prefix cache keeps, allocated once; None: on a
-                                CPU a sixth of kv_bytes, and of the memory that is for both, elsewhere 0
+    state_cache_bytes           further lines, whose states the prefix cache keeps, allocated once; None: a
+                                sixth of kv_bytes, and of the memory that is for both; on an NPU 0
     row_bytes                   LoRA rows on the device, allocated once; 0: LoRA is off
     side_bytes                  what adapters have on the device beside rows, allocated once: magnitudes, biases, norms,
                                 embeddings and heads of their own; 0: those that have such are refused

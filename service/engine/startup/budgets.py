@@ -103,8 +103,8 @@ def decide_budgets(
     state_cache_bytes = options.state_cache_bytes
     if not sizes.state_bytes_per_line or not has_prefix_cache(options, device_type):
         state_cache_bytes = 0
-    elif state_cache_bytes is None and not is_cpu:
-        state_cache_bytes = 0  # no run on a GPU has shown that kept states are found and right there
+    elif state_cache_bytes is None and device_type == "npu":
+        state_cache_bytes = 0  # no run on an NPU has shown that kept states are found and right there
     elif state_cache_bytes is None and options.kv_bytes is not None:
         state_cache_bytes = int(options.kv_bytes * STATE_CACHE_SHARE)
     given_bytes = (options.row_bytes or 0) + (options.kv_bytes or 0) + (options.side_bytes or 0)
