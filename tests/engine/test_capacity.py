@@ -38,7 +38,7 @@ def test_the_operator_shortens_it_and_stretches_it_where_linear_scaling_does(
         spec=spec,
         dtype=torch.float32,
         device=torch.device("cpu"),
-        layout=SimpleNamespace(groups=()),
+        layout=SimpleNamespace(groups=(), experts=()),
         model=SimpleNamespace(num_window_rows=0),
     )
     config = EngineConfig(model_dir="", store_root="", max_model_len_tokens=given)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -308,7 +309,7 @@ _GGUF_NAMES = {
 def make_gguf(kind: str, family: str, directory: Path, **overrides: Any) -> Path:
     """Write a tiny model's file by the package gguf, its matrices of the type `kind`, and beside it the dequantised
     twin; returns the file."""
-    import gguf
+    gguf: Any = pytest.importorskip("gguf", reason="NOT RUN: gguf is not installed")
 
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 64, **overrides}
     made = make_tiny_model(family, directory / DEQUANTISED, **sizes)
