@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Mapping
 from filecmp import cmp
 from pathlib import Path
+from shutil import copyfile
 from typing import Any, TypeVar
 from urllib.parse import quote, unquote
 
@@ -25,6 +26,7 @@ from adapters.files.durable_files import (
     remove,
     replace_file,
     sync_directory,
+    sync_files,
     sync_renamed,
     write_synced,
 )
@@ -237,6 +239,15 @@ class StoreFiles:
         if write is write_synced:
             sync_directory(ready)
 
+    def to_disk(self, ready: Path) -> None:
+        """Move the tensors of a complete directory from memory, if they are there, to the disk, synced."""
+        tensors, copied = ready / TENSOR_FILE, ready / f"{TENSOR_FILE}.new"
+        if is_in_memory(ready, TENSOR_FILE):
+            copyfile(tensors, copied)
+            self.memory.close_below(ready)
+            copied.replace(tensors)
+            sync_files(ready)
+
     def chat_templates(self, digest: str) -> dict[str, str]:
         """The adapter's own chat templates by name. Raises as `read_manifest` does."""
         path, found = self.adapter(digest), {}
@@ -288,6 +299,10 @@ class StoreFiles:
     def remove_name(self, name: str) -> None:
         self._retired.take(self._name_path(name))
         sync_directory(self._names)
+
+    def retire(self, name: str, record: NameRecord) -> None:
+        """Keep the numbers of a deleted name that has no file."""
+        self._retired.add(self._name_path(name).name, msgspec.json.encode(record))
 
     def first_number(self, name: str) -> int:
         """The first version number of a new name: higher than all numbers of a deleted name that was called the

@@ -83,6 +83,14 @@ def sync_renamed(path: Path) -> None:
         log.exception("what was written to %s may not outlast a failure of power", path)
 
 
+def sync_files(path: Path) -> None:
+    """Sync a directory and the plain files in it."""
+    for file in path.iterdir():
+        with file.open("rb") as opened:
+            os.fsync(opened.fileno())
+    sync_directory(path)
+
+
 def sync_directory(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:

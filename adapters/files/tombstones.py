@@ -40,6 +40,18 @@ class Tombstones:
             path.unlink(missing_ok=True)  # somebody else's removal of it is as good
             return
         sync_renamed(self._directory)
+        self._count()
+
+    def add(self, file_name: str, record: bytes) -> None:
+        """The same for a deleted name that has no file: `record` would be in it. What fails is logged."""
+        try:
+            replace_file(self._directory / file_name, record, is_durable=False)
+        except OSError:
+            log.exception("the numbers of a deleted name are not kept: retired/%s", file_name)
+            return
+        self._count()
+
+    def _count(self) -> None:
         self._num_files += 1
         if self._num_files > self._max_files:
             self._forget_older_half()

@@ -145,7 +145,7 @@ class Publishing:
         """Put a checked directory into the store, if it is not there, for as long as the caller holds its digest."""
         digest, is_held, was_replaced = manifest.digest, False, False
         while not is_held:  # as in `publish`
-            identity, is_whole = self._files.identity(digest), self._files.is_whole(manifest, ready)
+            identity, is_whole = self._files.identity(digest), self._has_files(manifest, ready)
             with self.changes.change():
                 is_held = identity == self._files.identity(digest)
                 if is_held:
@@ -183,12 +183,15 @@ class Publishing:
         self.changes.catch_up()
         record, identity = self._catalog.find(name), self._files.identity(manifest.digest)
         condition(record, manifest.digest)
-        is_whole = ready is None or self._files.is_whole(manifest, ready)
-        if ready is not None and self._files.is_ephemeral(manifest.digest) and not is_in_memory(ready, TENSOR_FILE):
-            is_whole = False  # a durable version needs files on the disk
+        is_whole = ready is None or self._has_files(manifest, ready)
         is_new = record is None or record.digest != manifest.digest
         same_as = self._same_as(record, manifest, ready or self._files.adapter(manifest.digest)) if is_new else None
         return _Found(record, identity, is_whole, same_as)
+
+    def _has_files(self, manifest: Manifest, ready: Path) -> bool:
+        """Whether the store has the files that are `ready`, and on the disk if these are there."""
+        is_on_disk = is_in_memory(ready, TENSOR_FILE) or not self._files.is_ephemeral(manifest.digest)
+        return is_on_disk and self._files.is_whole(manifest, ready)
 
     def _publish_found(
         self, name: str, manifest: Manifest, ready: Path | None, change: Change, found: _Found, gone: list[str]

@@ -81,6 +81,8 @@ class Changes:
         before = self._catalog.find(name)
         last = before if record is None else record
         if last is not None and last.is_ephemeral:
+            if record is None:
+                self._files.retire(name, last)
             with self._catalog.changing:
                 self._catalog.point(name, record)
             return
@@ -94,9 +96,11 @@ class Changes:
 
     def put(self, ready: Path, digest: str) -> bool:
         """Move an uploaded adapter's files into the store. Returns whether they replace damaged or missing ones:
-        whoever has read those must read again."""
+        whoever has read those must read again. In the place of files on the disk they are there too."""
         was_used = self._catalog.is_used(digest)
         was_there = self._files.has_adapter(digest)  # although not used any more: its last user is about to remove it
+        if (was_used or was_there) and not self._files.is_ephemeral(digest):
+            self._files.to_disk(ready)
         self._files.publish(ready, digest)
         if self._sharing is not None and (was_used or was_there):
             self._sharing.log_replaced(digest)

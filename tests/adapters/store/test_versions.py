@@ -368,6 +368,10 @@ def put_ephemeral(store: AdapterStore, name: str, seed: int) -> tuple[Any, bool]
     return put_version(store, LAYOUT, name, seed, is_ephemeral=True)
 
 
+def tensors_of(seed: int) -> bytes:
+    return safetensors_bytes(lora_tensors(LAYOUT, modules_ending(LAYOUT, "q_proj"), 4, seed=seed))
+
+
 def memory_files() -> int:
     """Files in memory that this process has open."""
     links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
@@ -477,3 +481,39 @@ def test_ephemeral_versions_count_for_their_owner(tmp_path: Path) -> None:
         assert (list(store.names()), memory_files()) == (["ann/one"], 1)
         put_version(store, LAYOUT, "ben/one", 1, owner="ben", is_ephemeral=True, quota=Quota(max_names=1))
         assert store.versions("ann/one").owner == "ann"
+
+
+@pytest.mark.parametrize("is_damaged", [False, True])
+def test_a_durable_version_is_on_the_disk_whoever_has_its_content_in_memory(tmp_path: Path, is_damaged: bool) -> None:
+    """Its upload is probed before it has its name; or its files were damaged, and an ephemeral upload mends them."""
+    with closing(opened(tmp_path, max_ephemeral_bytes=EPHEMERAL)) as store:
+        if is_damaged:
+            record, _ = put_version(store, LAYOUT, "checkpoint", 3)
+            (store.path_of(record.digest) / "adapter_model.safetensors").write_bytes(b"damaged")
+            put_ephemeral(store, "policy", 3)
+        else:
+            put_ephemeral(store, "policy", 3)
+            with store.begin() as upload:
+                for part_name, data in (("adapter_config", config_bytes()), ("adapter_model", tensors_of(3))):
+                    with upload.open_part(part_name) as part:
+                        part.write(data)
+                with upload.hold():
+                    record, _ = upload.finish("checkpoint")
+        tensors = store.path_of(record.digest) / "adapter_model.safetensors"
+        whole = tensors.read_bytes()
+        assert memory_files() == 0
+        store.check_integrity()
+    with closing(opened(tmp_path)) as again:
+        assert list(again.names()) == ["checkpoint"]
+        assert tensors.read_bytes() == whole
+        again.check_integrity()
+
+
+def test_numbers_of_a_deleted_ephemeral_name_are_not_used_again(tmp_path: Path) -> None:
+    with closing(opened(tmp_path, max_ephemeral_bytes=EPHEMERAL)) as store:
+        for seed in (1, 2):
+            put_ephemeral(store, "policy", seed)
+        store.delete("policy")
+        put_ephemeral(store, "policy", 3)
+        assert numbers(store, "policy") == [3]
+        store.check_integrity()
