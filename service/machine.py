@@ -13,8 +13,9 @@ from pathlib import Path
 PROC = Path("/proc")
 DEVICES = Path("/dev")
 CGROUPS = Path("/sys/fs/cgroup")
-# Files that a server opens beside its connections: the store's, the engine's socket, what uploads write.
-OTHER_FILES = 256
+# Files that a server opens beside its connections: the store's, the engine's socket, what uploads write; and 256
+# ephemeral versions.
+OTHER_FILES = 512
 _MOST_CONNECTIONS = 1 << 14
 
 

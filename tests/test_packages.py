@@ -144,7 +144,7 @@ LAYERS: dict[str, dict[str, str]] = {
         "layout": "",
         "quota": "",
         "non_lora_plan": "layout",
-        "files": "errors layout",
+        "files": "errors layout quota",
         "row_plan": "layout non_lora_plan",
         "text": "errors files",
         "peft": "errors files isolation layout text",

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from adapters.errors import StagingFull, Unsupported
+from adapters.quota import ClientQuota
 
-# Each holds a file descriptor, of which connections need some too.
+# Each holds a file descriptor, of which connections need some too. Half of them for one owner, as `ClientQuota` has it.
 MAX_FILES = 256
 
 # Releases bytes that an upload holds, all but so many.
@@ -22,21 +23,31 @@ class MemoryFiles:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._open: dict[str, tuple[int, KeepBytes]] = {}  # by the link's target
+        self._open: dict[str, tuple[int, str, KeepBytes]] = {}  # by the link's target
+        self._shares = ClientQuota(MAX_FILES // 2)
 
-    def create(self, link: Path, keep_bytes: KeepBytes) -> None:
-        """Make an empty file and a link to it. Raises StagingFull for too many, Unsupported where the system has none.
+    def create(self, link: Path, owner: str, keep_bytes: KeepBytes) -> None:
+        """Make an empty file and a link to it. Raises StagingFull if the owner may have no more, Unsupported where the
+        system has none.
 
         keep_bytes  called with the bytes that remain in memory for the upload whenever a file of it goes
         """
         if not hasattr(os, "memfd_create"):
             raise Unsupported("This system has no files in memory; upload without `ephemeral`.")
         with self._lock:
-            if len(self._open) >= MAX_FILES:
-                raise StagingFull(f"There are {MAX_FILES} ephemeral versions in memory; delete some first.")
-            descriptor = os.memfd_create("multilora-adapter")
+            if not self._shares.acquire(owner, 1):
+                raise StagingFull(
+                    f"There are {self._shares.num_held} ephemeral versions in memory, of which you have "
+                    f"{self._shares.held_by(owner)}; a client gets as many as it leaves free for others, at most "
+                    f"{self._shares.most_of_one}; delete some, or move fewer names."
+                )
+            try:
+                descriptor = os.memfd_create("multilora-adapter")
+            except OSError:
+                self._shares.release(owner, 1)
+                raise
             target = f"/proc/{os.getpid()}/fd/{descriptor}"
-            self._open[target] = descriptor, keep_bytes
+            self._open[target] = descriptor, owner, keep_bytes
         link.symlink_to(target)
 
     def close_below(self, directory: Path) -> None:
@@ -48,7 +59,7 @@ class MemoryFiles:
     def settle(self, keep_bytes: KeepBytes) -> None:
         """Release the bytes that an upload holds beside those of its files here."""
         with self._lock:
-            sizes = [os.fstat(descriptor).st_size for descriptor, keep in self._open.values() if keep == keep_bytes]
+            sizes = [os.fstat(descriptor).st_size for descriptor, _, keep in self._open.values() if keep == keep_bytes]
             keep_bytes(sum(sizes))
 
     def close(self) -> None:
@@ -58,10 +69,13 @@ class MemoryFiles:
 
     def _close(self, target: str) -> None:
         with self._lock:
-            descriptor, keep_bytes = self._open.pop(target, (None, None))
-        if descriptor is not None and keep_bytes is not None:
-            os.close(descriptor)
-            self.settle(keep_bytes)
+            found = self._open.pop(target, None)
+            if found is None:
+                return
+            descriptor, owner, keep_bytes = found
+            self._shares.release(owner, 1)
+        os.close(descriptor)
+        self.settle(keep_bytes)
 
 
 def is_in_memory(directory: Path, name: str) -> bool:

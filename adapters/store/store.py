@@ -166,7 +166,7 @@ class AdapterStore:
             )
         memory = self._files.memory if is_ephemeral else None
         held = HeldBytes(self._ephemeral_bytes if is_ephemeral else self.staging_bytes, owner)
-        Budget(self._files.staging, self.limits, held).check_disk(declared_bytes or 0)
+        Budget(self._files.staging, self.limits, held).check_disk(0 if is_ephemeral else declared_bytes or 0)
         with store_faults_are_ours():
             directory = self._files.staging / uuid.uuid4().hex
             staging = Staging(directory, self.limits, held, self._intake.follow, memory)

@@ -82,7 +82,7 @@ class Intake:
             if followed is not None and followed.scan.described == scan.described:
                 scan = followed.scan
         else:
-            staging.reserve(form.num_bytes)
+            staging.reserve_tensors(form.num_bytes)
             staging.place(target)
             form.write(tensors, target)
         digest, warnings = form.digest(target, scan)

@@ -293,7 +293,7 @@ class Staging:
         self._shards = {}
 
     def reserve(self, num_bytes: int) -> None:
-        """Reserve bytes to be written beside the parts. Raises StorageFull, StagingFull."""
+        """Reserve bytes to be written beside the parts, on the disk. Raises StorageFull, StagingFull."""
         self._held.take(num_bytes)
         self.budget.check_disk(num_bytes)
 
@@ -302,10 +302,17 @@ class Staging:
         """Whether the tensors are to be in memory alone."""
         return self._memory is not None
 
+    def reserve_tensors(self, num_bytes: int) -> None:
+        """The same for tensors that lie where `place` puts them."""
+        if self.is_ephemeral:
+            self._held.take(num_bytes)
+        else:
+            self.reserve(num_bytes)
+
     def place(self, path: Path) -> None:
         """Make the file of tensors at this path one in memory, if they are to be there."""
         if self._memory is not None:
-            self._memory.create(path, self._held.keep)
+            self._memory.create(path, self._held.owner, self._held.keep)
 
     def remove(self) -> None:
         if self._memory is not None:

@@ -89,19 +89,19 @@ class HeldBytes:
 
     def __init__(self, shared: StagingBytes | None, owner: str) -> None:
         self._shared = shared
-        self._owner = owner
+        self.owner = owner
         self._num_bytes = 0
 
     def take(self, num_bytes: int) -> None:
         """Reserve bytes before they are written. Raises StagingFull."""
         if self._shared is not None:
-            self._shared.take(self._owner, num_bytes)
+            self._shared.take(self.owner, num_bytes)
             self._num_bytes += num_bytes
 
     def keep(self, num_bytes: int) -> None:
         """Release all bytes but so many; a second call is harmless."""
         if self._shared is not None and num_bytes < self._num_bytes:
-            self._shared.give_back(self._owner, self._num_bytes - num_bytes)
+            self._shared.give_back(self.owner, self._num_bytes - num_bytes)
             self._num_bytes = num_bytes
 
 

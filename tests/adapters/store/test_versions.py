@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -19,6 +20,7 @@ from adapters.errors import (
     QuotaExceeded,
     StagingFull,
     Stale,
+    StorageFull,
     Unsupported,
 )
 from adapters.files.disk import StoreFiles
@@ -481,6 +483,41 @@ def test_ephemeral_versions_count_for_their_owner(tmp_path: Path) -> None:
         assert (list(store.names()), memory_files()) == (["ann/one"], 1)
         put_version(store, LAYOUT, "ben/one", 1, owner="ben", is_ephemeral=True, quota=Quota(max_names=1))
         assert store.versions("ann/one").owner == "ann"
+
+
+def test_one_owner_has_half_of_the_files_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An upload that is not in the stored form has two files until it ends."""
+    monkeypatch.setattr("adapters.files.memory_files.MAX_FILES", 8)
+    with closing(opened(tmp_path, max_ephemeral_bytes=EPHEMERAL)) as store:
+
+        def put(owner: str, name: str, seed: int) -> None:
+            with store.begin(owner=owner, is_ephemeral=True) as upload:
+                for part_name, data in (("adapter_config", config_bytes()), ("adapter_model", tensors_of(seed))):
+                    with upload.open_part(part_name) as part:
+                        part.write(data)
+                upload.finish(f"{owner}/{name}", Change(owner=owner))
+
+        for seed, name in enumerate(("one", "two", "three")):
+            put("ann", name, seed)
+        with pytest.raises(StagingFull, match="of which you have 4"):
+            put("ann", "four", 3)
+        put("ben", "one", 4)
+        store.delete("ann/one")
+        store.delete("ann/two")
+        put("ann", "four", 3)
+        assert memory_files() == 3
+        store.check_integrity()
+
+
+def test_ephemeral_versions_need_no_room_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(opened(tmp_path, max_ephemeral_bytes=EPHEMERAL)) as store:
+        filled = [*os.statvfs(tmp_path)]
+        filled[1], filled[4] = 1, 1000  # bytes of a block, and blocks that are free
+        monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(filled))
+        with pytest.raises(StorageFull):
+            put_version(store, LAYOUT, "durable", 1)
+        put_ephemeral(store, "policy", 1)
+        assert list(store.names()) == ["policy"]
 
 
 @pytest.mark.parametrize("is_damaged", [False, True])
