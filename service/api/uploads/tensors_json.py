@@ -113,9 +113,13 @@ class TensorsJson:
         if self._config not in (None, config):
             raise BadRequest("`config_dict` is there twice; send it once.", param="config_dict")
         if self._config is None:
+            try:
+                text = json.dumps(config)
+            except RecursionError as error:
+                raise BadRequest("`config_dict` is nested too deeply; send PEFT's.", param="config_dict") from error
             self._config = config
             with self._upload.open_part("adapter_config", "adapter_config.json") as part:
-                part.write(json.dumps(config).encode())
+                part.write(text.encode())
             self._upload.check_config()
 
     def _take_text(self, char: int) -> None:

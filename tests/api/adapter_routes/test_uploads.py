@@ -236,3 +236,12 @@ def test_tensors_that_cannot_be_loaded_leave_nothing(memory_store: AdapterStore,
         with pytest.raises((AdapterError, ApiError), match=rf"(?i){sentence}"):
             loaded(memory_store, sent, chunk_bytes)
     assert not list(memory_store._files.staging.iterdir())
+
+
+def test_a_configuration_of_any_depth_is_the_client_s_own_fault(memory_store: AdapterStore) -> None:
+    """One that can be parsed cannot always be written again."""
+    for depth in range(850, 1010):
+        config = b'{"a":' * depth + b"1" + b"}" * depth
+        body = b'{"lora_name":"deep","config_dict":' + config + b',"serialized_tensors":"AAAA"}'
+        with pytest.raises((AdapterError, ApiError)):
+            loaded(memory_store, body, 1 << 20)
