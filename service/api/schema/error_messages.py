@@ -35,7 +35,7 @@ _UNIONS = frozenset(
         *_SCHEMAS,
     }
 )
-# How the tags of bodies of several kinds begin, which no field's name does.
+# How the tags of bodies of several kinds begin.
 BODY_TAG = "\0"
 # How pydantic begins; the name of the field stands before it here.
 _SHOULD = re.compile(r"^(Input|String|List|Dictionary|Value|Data) should")
@@ -83,7 +83,8 @@ def _path(fault: Mapping[str, Any]) -> list[Any]:
     is_field = fault["type"] == "extra_forbidden" and len(loc) == 1
     if (loc[:1] == ["body"] and not is_field) or loc[:1] == ["query"]:
         del loc[0]
-    if loc and str(loc[0]).startswith(BODY_TAG):
+    is_field = fault["type"] == "extra_forbidden" and len(loc) == 1  # as a client's may begin too
+    if loc and str(loc[0]).startswith(BODY_TAG) and not is_field:
         del loc[0]
     if loc[:1] == ["tools"]:
         loc = [part for part in loc if part not in TOOL_TAGS]

@@ -86,6 +86,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"messages": []}, "messages", "not a field"),
     ({"max-tokens": 5}, "max-tokens", "`max-tokens` is not a field"),
     ({"content": "x"}, "content", "`content` is not a field"),
+    ({"\0": 5}, "\0", "is not a field of this request"),
     ({"a\ud800": 5}, None, "`a?` holds half of a surrogate pair"),
     ({"logit_bias": {str(token): 1 for token in range(301)}}, "logit_bias", "at most 300"),
     ({"stop_token_ids": [1] * 513}, "stop_token_ids", "at most 512 items, and has 513"),
