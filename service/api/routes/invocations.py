@@ -22,8 +22,9 @@ router = APIRouter(tags=["vLLM"], route_class=JsonRoute)
 
 
 def _tag(body: Any) -> str | None:
-    fields = body if isinstance(body, dict) else ()
-    return next((f"{BODY_TAG}{name}" for name in ("messages", "prompt", "input") if name in fields), None)
+    fields = body if isinstance(body, dict) else {}
+    names = (name for name in ("messages", "prompt", "input") if fields.get(name) is not None)
+    return next((f"{BODY_TAG}{name}" for name in names), None)
 
 
 class InvocationRequest(

@@ -29,8 +29,8 @@ class UnservedField:
 
     def asks(self, value: Any) -> bool:
         """Whether a value asks for what is not served."""
-        if isinstance(value, dict) and {} in self.neutral and all(one in (None, False) for one in value.values()):
-            return False
+        if isinstance(value, dict) and {} in self.neutral:
+            return any(one is not None and one is not False for one in value.values()) and not self.is_inert
         return not (self.is_inert or value is None or any(_is_same(value, one) for one in self.neutral))
 
     @property

@@ -157,7 +157,14 @@ def test_what_asks_for_nothing_is_taken_whatever_it_is_called(server: Server, pa
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("best_of", True), ("use_beam_search", 0), ("priority", False), ("return_hidden_states", "last"), ("tools", {})],
+    [
+        ("best_of", True),
+        ("use_beam_search", 0),
+        ("priority", False),
+        ("return_hidden_states", "last"),
+        ("tools", {}),
+        ("custom_params", {"threshold": 0}),
+    ],
 )
 def test_values_that_only_python_takes_for_neutral_ask(name: str, value: Any) -> None:
     assert GENERATION_FIELDS[name].asks(value)

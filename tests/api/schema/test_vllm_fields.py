@@ -54,8 +54,9 @@ class TestInvocations:
             ("/v1/completions", {"prompt": ["the", "tin"], **GREEDY}),
             ("/v1/completions", {"prompt": "the " * 20_000, "truncate_prompt_tokens": 5, **GREEDY}),
             ("/v1/embeddings", {"input": "the"}),
+            ("/v1/embeddings", {"messages": None, "prompt": None, "input": "the"}),
         ],
-        ids=["chat", "completion", "a large body", "embedding"],
+        ids=["chat", "completion", "a large body", "embedding", "null fields"],
     )
     def test_the_body_says_what_it_is(self, server: Server, path: str, body: dict[str, Any]) -> None:
         body = {"model": "alpha", **body}
