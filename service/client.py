@@ -191,12 +191,15 @@ def _files_of(adapter: Any, config: Any) -> tuple[Any, Any]:
 
 def _safetensors(tensors: Mapping[str, Any]) -> bytes:
     if all(type(one).__module__.startswith("numpy") for one in tensors.values()):
+        from numpy import ascontiguousarray
         from safetensors.numpy import save
 
-        return save(dict(tensors))
+        # It writes memory as it lies, whatever the strides are.
+        return save({name: ascontiguousarray(one) for name, one in tensors.items()})
     from safetensors.torch import save as save_torch
 
-    return save_torch({name: one.detach().cpu().contiguous() for name, one in tensors.items()})
+    # It refuses tensors that share memory.
+    return save_torch({name: one.detach().cpu().clone().contiguous() for name, one in tensors.items()})
 
 
 def _plain(value: Any) -> Any:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai
 import peft
 import pytest
@@ -349,6 +350,7 @@ class TestClient:
             given = [
                 (directory, None),
                 (load_numpy(tensors), config),
+                ({key: np.asfortranarray(value) for key, value in load_numpy(tensors).items()}, config),
                 (load_torch(tensors), model.peft_config["default"]),
             ]
             for adapter, of in (*given, (model, None)):
