@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from service.api.admission.pipeline import Admitted
+from service.api.errors import ApiError
 from service.api.generation.logprobs import chat_logprobs, prompt_logprobs
 from service.api.generation.sequence import OutputChunk
 from service.api.http.json_body import JsonRoute
@@ -16,9 +17,12 @@ from service.api.openapi import GENERATION_ERRORS, streamed
 from service.api.routes.answer import Answer, admitted, respond
 from service.api.schema.generate import GenerateRequest, GenerateResponse
 from service.api.schema.requests import CompletionRequest
+from service.api.schema.responses import renamed
 from service.api.state import Services, services_of
 
 router = APIRouter(tags=["vLLM"], route_class=JsonRoute)
+# Fields of a completion, and what they are called here.
+_NAMES = {"prompt": "token_ids"}
 
 
 @router.post(
@@ -30,8 +34,11 @@ router = APIRouter(tags=["vLLM"], route_class=JsonRoute)
 async def generate(request: Request, body: GenerateRequest) -> Response:
     """Complete token ids with the base or an adapter; the answer is in token ids alone."""
     asked = body.as_completion()
-    answer = GenerateAnswer(services_of(request), asked, await admitted(request, asked), body.request_id)
-    return await respond(request, answer)
+    try:
+        held = await admitted(request, asked)
+    except ApiError as error:
+        raise renamed(error, _NAMES) from None
+    return await respond(request, GenerateAnswer(services_of(request), asked, held, body.request_id))
 
 
 class GenerateAnswer(Answer[CompletionRequest]):

@@ -336,7 +336,7 @@ class TestGenerate:
             ({"kv_transfer_params": {"do_remote_decode": True}}, "kv_transfer_params"),
             ({"features": {"mm_hashes": {}}}, "features"),
             ({"stream": True, "sampling_params": {"prompt_logprobs": 1}}, "sampling_params"),
-            ({"token_ids": [10**6]}, "prompt"),
+            ({"token_ids": [10**6]}, "token_ids"),
         ],
     )
     def test_what_cannot_be_asked_is_refused_by_name(self, server: Server, change: Any, param: str) -> None:
