@@ -150,6 +150,7 @@ SERVED = {
     "lora_window": "triton_ascend",
     "causal_conv1d": "triton_ascend",
     "gated_delta": "triton_ascend",
+    "expert_lora": "any_device",
     "experts": "npu",
     "paged_attention": "npu_heads_first",
     "linear": "reference",
