@@ -168,12 +168,21 @@ def _bind_experts(layout: BaseLayout, config: AdapterConfig, others: OtherTensor
         return [], []
     forms = ExpertForms(config, {projection.name: projection for projection in layout.projections})
     pieces, problems = forms.pieces(tuple(others.experts.values()))
-    paths = [piece.path for _, piece in pieces]
+    trained_beside = "use_dora" if config.use_dora else "lora_bias" if config.lora_bias else None
+    if others.experts and trained_beside is not None:
+        reason = f"adapter_config.json says {trained_beside}, which is not served of experts: train them without it"
+        return [], [(path, reason) for path in others.experts]
+    paths = [path for _, piece in pieces for path in piece.paths]
     ranks = pattern_values(list(config.rank_pattern), paths, "rank_pattern")
     alphas = pattern_values(list(config.alpha_pattern), paths, "alpha_pattern")
-    matched = targeted(config, paths, paths)
+    first_paths = [piece.path for _, piece in pieces]
+    matched = targeted(config, first_paths, first_paths)
     slices: dict[str, BoundSlice] = {}
     for entry, piece in pieces:
+        of_experts = {config.alpha_pattern[alphas[path]] if path in alphas else config.alpha for path in piece.paths}
+        if len(of_experts) > 1:
+            problems.append((piece.path, "alpha_pattern scales experts of its layer differently; give all one value"))
+            continue
         rank = config.rank_pattern[ranks[piece.path]] if piece.path in ranks else config.rank
         alpha = config.alpha_pattern[alphas[piece.path]] if piece.path in alphas else config.alpha
         if piece.rank != rank:
@@ -189,7 +198,7 @@ def _bind_experts(layout: BaseLayout, config: AdapterConfig, others: OtherTensor
                     problems.append((piece.path, f"the file has {bound.slice.module} in another form too"))
                 slices[bound.slice.module] = bound
     if not problems:
-        problems += forms.missing(layout, slices)
+        problems += forms.missing(layout, pieces, slices)
     return list(slices.values()), problems
 
 

@@ -25,7 +25,8 @@ from adapters.layout import BaseLayout, Experts, ProjectionSpec
 from adapters.peft.block_tensors import Arranged, Matrix, arranged, matrix_values, why_in_parts
 from adapters.peft.bound_tensors import BoundSlice
 from adapters.peft.config import AdapterConfig
-from adapters.peft.target_patterns import is_targeted_parameter
+from adapters.peft.module_names import model_prefix, tail_of
+from adapters.peft.target_patterns import is_targeted_parameter, targeted
 
 # As `adapters.peft.slice_mapping` has them.
 Problems = list[tuple[str, str]]
@@ -82,16 +83,21 @@ class FoundExperts:
 class _Piece:
     """One part of a layer's experts: matrices of each expert, A [rank, in] and B [out, rank].
 
-    path          what rank_pattern and alpha_pattern name
+    paths         what rank_pattern and alpha_pattern name: of all experts, or of each
     is_parameter  of PEFT's for all experts
     """
 
     part: Part
-    path: str
+    paths: tuple[str, ...]
     rank: int
     a: tuple[Matrix, ...]
     b: tuple[Matrix, ...]
     is_parameter: bool = False
+
+    @property
+    def path(self) -> str:
+        """The first of `paths`."""
+        return self.paths[0]
 
 
 class ExpertForms:
@@ -196,7 +202,7 @@ class ExpertForms:
             of_a = [Matrix(first, e * rank * in_features, (rank, in_features), (in_features, 1)) for e in range(num)]
             of_b = [Matrix(second, start, (out_features, rank), (row, step)) for start, row, step in of_columns]
         name = next(name for name, one in _PARAMETERS.items() if one == part)
-        return _Piece(part, f"{entry.path}.{name}", rank, tuple(of_a), tuple(of_b), is_parameter=True)
+        return _Piece(part, (f"{entry.path}.{name}",), rank, tuple(of_a), tuple(of_b), is_parameter=True)
 
     def _stacked(self, entry: FoundExperts, rest: str, sides: Mapping[str, Tensor]) -> _Piece:
         part, a, b, num = _STACKED[rest], sides["A"], sides["B"], entry.experts.num
@@ -217,13 +223,13 @@ class ExpertForms:
             return tuple(Matrix(tensor, e * step, (rows, columns), (columns, 1)) for e in range(num))
 
         path = f"{entry.path}.{rest}"
-        return _Piece(part, path, rank, each(a, rank, in_features), each(b, out_features, rank))
+        return _Piece(part, (path,), rank, each(a, rank, in_features), each(b, out_features, rank))
 
     def _one_by_one(
         self, entry: FoundExperts, part: Part, found: Mapping[int, tuple[str, Mapping[str, Tensor]]]
     ) -> _Piece:
         in_features, out_features = self.sizes(entry.experts, part)
-        path, sides = next(iter(found.values()))
+        sides = next(iter(found.values()))[1]
         missing = [str(e) for e in range(entry.experts.num) if e not in found]
         if missing:
             raise _Misfit(sides["A"].name, f"the file has none of experts {', '.join(missing[:20])} of the layer")
@@ -235,7 +241,8 @@ class ExpertForms:
                 if tensor.shape != shape:
                     raise _Misfit(tensor.name, f"its shape is {tensor.shape}; rank {rank} of all experts needs {shape}")
                 matrices[side].append(Matrix(tensor, 0, shape, (shape[1], 1)))
-        return _Piece(part, path, rank, tuple(matrices["A"]), tuple(matrices["B"]))
+        paths = tuple(path for path, _ in found.values())
+        return _Piece(part, paths, rank, tuple(matrices["A"]), tuple(matrices["B"]))
 
     def bind(self, entry: FoundExperts, piece: _Piece, scaling: float) -> list[BoundSlice]:
         """The slices that the piece covers."""
@@ -258,15 +265,32 @@ class ExpertForms:
             )
         return bound
 
-    def missing(self, layout: BaseLayout, bound: Collection[str]) -> Problems:
-        """Parameters of experts that target_parameters names and the file lacks."""
-        return [
+    def missing(
+        self, layout: BaseLayout, found: Sequence[tuple[FoundExperts, _Piece]], bound: Collection[str]
+    ) -> Problems:
+        """Parameters of experts that target_parameters names and the file lacks; and, of a file with modules of
+        experts, those modules that target_modules names."""
+        problems = [
             (path, "target_parameters names it, but the file has no tensors for it")
             for experts in layout.experts
             for name, projection in (("gate_up_proj", experts.gate_up), ("down_proj", experts.down))
             if is_targeted_parameter(self._config, path := f"{experts.module}.{name}")
             and not all(piece.module in bound for piece in self._projections[projection].slices)
         ]
+        module = next(((entry, piece) for entry, piece in found if not piece.is_parameter), None)
+        if module is None:
+            return problems
+        entry, piece = module
+        before, name = piece.path.removeprefix(entry.path).rsplit(".", 1)
+        names = [one for one in _MODULES if one.startswith("w") == name.startswith("w")]
+        absent = {
+            f"{model_prefix(entry.path)}{tail_of(experts.module)}{before}.{one}"
+            for experts in layout.experts
+            for one in names
+            if f"{experts.module}.{_MODULES[one]}_proj" not in bound
+        }
+        matched = sorted(targeted(self._config, sorted(absent), absent))
+        return problems + [(path, "target_modules names it, but the file has no tensors for it") for path in matched]
 
 
 class _Misfit(Exception):

@@ -24,6 +24,8 @@ from adapters.peft.config import AdapterConfig
 # with takes a millisecond on hundreds of modules.
 EXPRESSION_SECONDS = 0.05
 KEYS_SECONDS = 1.0
+# Of a key with a module: seconds of Python. Modules are many where each expert is one.
+_MOST_COMPARISONS = 1 << 23
 # On a machine so loaded that the child does not get its time.
 _GIVE_UP_SECONDS = 60.0
 ALL_LINEAR = "all-linear"
@@ -68,6 +70,8 @@ def pattern_values(keys: Sequence[str], paths: Sequence[str], what: str) -> dict
     As PEFT reads rank_pattern and alpha_pattern: a key is a regular expression for the path's end, beginning
     after a dot or at the start.
     """
+    if len(keys) * len(paths) > _MOST_COMPARISONS:
+        raise Malformed(f"adapter_config.json: {what} has too many keys for {len(paths)} modules; write fewer.")
     regular = [key for key in keys if not _PLAIN.fullmatch(key)]
     matches = _match_in_child("match", {key: rf"(.*\.)?({key})$" for key in regular}, paths, what, KEYS_SECONDS)
     found: dict[str, str] = {}

@@ -312,6 +312,18 @@ def refused() -> dict[str, tuple[dict[str, torch.Tensor], dict[str, Any], str]]:
             OF_MODULES,
             "of experts, lora_A",
         ),
+        "dora": (single, OF_MODULES | {"use_dora": True}, "says use_dora, which is not served of experts"),
+        "lora-bias": (parameters, OF_PARAMETERS | {"lora_bias": True}, "says lora_bias, which is not served of exp"),
+        "alpha-of-one": (
+            single,
+            OF_MODULES | {"alpha_pattern": {r"experts\.1\.up_proj": 9}},
+            "scales experts of its layer differently",
+        ),
+        "no-down": (
+            {n: t for n, t in single.items() if "down_proj" not in n},
+            OF_MODULES,
+            "target_modules names it, but the file has no tensors for it",
+        ),
         "whole": (single | {f"base_model.model.{EXPERTS}.down_proj": torch.ones(E, H, W)}, OF_MODULES, "nothing else"),
         "unknown-order": (parameters, OF_PARAMETERS | {"lora_B_layout": "x"}, "lora_B_layout 'x' is not known"),
     }
