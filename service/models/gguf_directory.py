@@ -32,7 +32,12 @@ def model_directory(path: Path, root: Path) -> Path:
     if directory.is_dir():
         return directory
     file = read_gguf(path)
-    texts: dict[str, Any] = {"config.json": config_of_gguf(file), **_tokenizer(file)}
+    try:
+        texts: dict[str, Any] = {"config.json": config_of_gguf(file), **_tokenizer(file)}
+    except ModelError:
+        raise
+    except (ValueError, TypeError, AttributeError, IndexError) as error:  # such as a list for a number
+        raise ModelError(f"the metadata of {path} has a value of another kind: {error}: convert it anew") from error
     directory.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=directory.parent, ignore_cleanup_errors=True) as folder:
         written = Path(folder) / path.stem

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -98,15 +99,38 @@ def test_tensors_of_the_tools_have_the_bits_that_the_tools_give_them(name: str, 
     """bitsandbytes and compressed-tensors, as above."""
     quantization_config, shape = TOOLS[name]
     fixture, start = load_file(FIXTURE), f"{name}.stored."
-    stored = {f"m.{key.removeprefix(start)}": part for key, part in fixture.items() if key.startswith(start)}
-    save_file(stored, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantization_config}))
-    with open_checkpoint(tmp_path) as checkpoint:
+    stored = {key.removeprefix(start): part for key, part in fixture.items() if key.startswith(start)}
+    with open_checkpoint(stored_module(tmp_path, stored, **quantization_config)) as checkpoint:
         weight = checkpoint.weight("m.weight", shape)
     assert isinstance(weight, Quantised)
     for dtype in (torch.float32, torch.bfloat16):
         if f"{name}.{dtype}" in fixture:
             assert torch.equal(dequantise(weight, dtype), fixture[f"{name}.{dtype}"])
+
+
+def stored_module(directory: Path, stored: dict[str, torch.Tensor], **quantization_config: Any) -> Path:
+    """A checkpoint of the one module m."""
+    save_file({f"m.{suffix}": part for suffix, part in stored.items()}, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps({"quantization_config": quantization_config}))
+    return directory
+
+
+def test_blocks_of_modelopt_have_scales_of_four_axes(tmp_path: Path) -> None:
+    codes, scales = torch.randn(200, 256).to(torch.float8_e4m3fn), torch.rand(2, 2) + 0.5
+    stored = {"weight": codes, "weight_scale": scales[:, None, :, None].contiguous()}
+    stored_module(tmp_path, stored, quant_method="modelopt", quant_algo="FP8_PB_WO")
+    with open_checkpoint(tmp_path) as checkpoint:
+        weight = checkpoint.tensor("m.weight", (200, 256))
+    expected = codes.float() * scales.repeat_interleave(128, 0)[:200].repeat_interleave(128, 1)
+    assert torch.equal(weight, expected)
+
+
+@pytest.mark.parametrize("shape", [(4, 2, 3), (2,), (2, 2, 2, 2)])
+def test_scales_of_other_axes_are_refused(shape: tuple[int, ...], tmp_path: Path) -> None:
+    """(2,) as of gate and up in one module, whose parts may be of any size."""
+    stored = {"weight": torch.ones(8, 8).to(torch.float8_e4m3fn), "weight_scale": torch.ones(shape)}
+    with open_checkpoint(stored_module(tmp_path, stored, quant_method="fp8")) as checkpoint:
+        assert "which does not divide a weight of [8, 8]" in str(checkpoint.fault("m.weight", (8, 8)))
 
 
 GGUF_CASES = [
@@ -148,6 +172,17 @@ def test_a_gguf_file_that_cannot_be_served_is_refused_by_a_sentence(tmp_path: Pa
         with pytest.raises(ModelError) as caught:
             model_directory(file, tmp_path / "served")
         assert words in str(caught.value) and "\n" not in str(caught.value)
+    for name, word, value in (("rope.dimension_count", "I", 32), ("attention.clamp_kqv", "f", 8.0)):
+        fact = struct.pack("<Q", len(f"llama.{name}")) + f"llama.{name}".encode()
+        fact += struct.pack("<I" + word, {"I": 4, "f": 6}[word], value)
+        more = content[:16] + struct.pack("<Q", 1 + struct.unpack("<Q", content[16:24])[0]) + fact + content[24:]
+        with pytest.raises(ModelError, match=f"has a llama.{name}, which is not served"):
+            model_directory(write(file, more), tmp_path / "served")
+    kind = struct.pack("<I", 4)
+    heads = content.index(b"head_count" + kind) + len(b"head_count")
+    text = struct.pack("<IQ", 8, 1) + b"4"
+    with pytest.raises(ModelError, match="has a value of another kind"):
+        model_directory(write(file, content[:heads] + text + content[heads + 8 :]), tmp_path / "served")
     at = gguf.GGUFReader(write(file, content)).get_tensor(3).data_offset
     write(file, content[:at] + b"\x00\x7e" + content[at + 2 :])  # NaN, as a scale
     with pytest.raises(ModelError, match="NaN or infinite"):
@@ -157,6 +192,13 @@ def test_a_gguf_file_that_cannot_be_served_is_refused_by_a_sentence(tmp_path: Pa
 def write(file: Path, content: bytes) -> Path:
     file.write_bytes(content)
     return file
+
+
+def test_a_gguf_file_beside_safetensors_is_left(tmp_path: Path) -> None:
+    model_dir = make_quantised("fp8_tensor", "llama", tmp_path, num_hidden_layers=1)
+    (model_dir / "model.gguf").write_bytes(b"another model")
+    with open_checkpoint(model_dir) as checkpoint:
+        assert "model.norm.weight" in checkpoint
 
 
 # DoRA reads the base's norms, saved heads and trained tokens its rows.
@@ -241,6 +283,10 @@ def filled(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda values: values.flatten().index_fill(0, torch.tensor([1]), value).view_as(values)
 
 
+def as_json(**fields: Any) -> torch.Tensor:
+    return torch.tensor(list(json.dumps({"shape": [96, 48], **fields}).encode()), dtype=torch.uint8)
+
+
 def shorter(values: torch.Tensor) -> torch.Tensor:
     return values[:-1].contiguous()
 
@@ -263,6 +309,12 @@ REFUSED: dict[str, tuple[str, Callable[[Path], None], str]] = {
         tensor(torch.zeros_like, "weight.quant_state.bitsandbytes__nf4"),
         "is no JSON of bitsandbytes",
     ),
+    "endless-block": (
+        "nf4",
+        tensor(lambda _: as_json(blocksize=float("inf")), "weight.quant_state.bitsandbytes__nf4"),
+        "is no JSON of bitsandbytes",
+    ),
+    "tiles": ("llm_int8", tensor(torch.ones_like, "weight_format"), "weight_format is not rows"),
     "no-scale": ("fp8_tensor", tensor(lambda _: None, "weight_scale"), "is F8_E4M3; served are F32, BF16, F16"),
     "config-gone": ("fp8_tensor", config(), "config.json has no quantization_config"),
     "config-gone-packed": ("awq", config(), f"no tensor {Q_PROJ.replace('.1.', '.0.')}.weight"),

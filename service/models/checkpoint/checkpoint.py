@@ -182,8 +182,8 @@ class Checkpoint:
 def open_checkpoint(model_dir: Path) -> Iterator[Checkpoint | GgufCheckpoint]:
     """Open the safetensors files of `model_dir`, or its GGUF file; the memory maps end with the context. Raises
     ModelError."""
-    if (model_dir / LINK).exists():
-        written = read_config(model_dir).get("quantization_config") or {}
+    written = read_config(model_dir).get("quantization_config") if (model_dir / LINK).exists() else None
+    if isinstance(written, dict) and written.get("quant_method") == "gguf":  # not any file of that name
         yield GgufCheckpoint(model_dir / LINK, has_paired_rows=bool(written.get("has_paired_rows")))
         return
     has_config = (model_dir / "config.json").is_file()

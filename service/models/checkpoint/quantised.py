@@ -123,8 +123,7 @@ def _loses(weight: Quantised) -> bool:
     rows, groups = (weight.scales == 0).nonzero(as_tuple=True)
     if weight.codes.dtype == torch.uint8:
         return True
-    codes = weight.codes.view(weight.out_features, -1, weight.group)
-    return bool((codes[rows, groups].float() != 0).any())
+    return bool(weight.codes.view(weight.out_features, -1, weight.group)[rows, groups].float().any())
 
 
 def _has(name: str, layout: Layout, headers: Mapping[str, Header]) -> bool:
@@ -158,11 +157,14 @@ def _check_scaled(sizes: Sizes) -> None:
 def _block_of(sizes: Sizes, suffix: str) -> tuple[int, int]:
     """(outputs, inputs) that share a scale. Raises ModelError."""
     shape = sizes.headers[suffix].shape
-    rows, columns = {0: (1, 1), 1: (math.prod(shape), 1)}.get(len(shape), (*shape, 0, 0)[:2])
+    # ModelOpt has scales of blocks as [blocks, 1, blocks, 1].
+    form = shape[::2] if len(shape) == 4 and shape[1::2] == (1, 1) else shape
+    # One axis is of outputs: scales of several modules in one would not say where each ends.
+    one_axis = (form[0] if form and form[0] in (1, sizes.outputs) else 0, 1)
+    rows, columns = {0: (1, 1), 1: one_axis, 2: form}.get(len(form), (0, 0))
     block = []
-    for have, size, given in zip(
-        (rows, columns), (sizes.outputs, sizes.inputs), sizes.config.block or (0, 0), strict=True
-    ):
+    sides = zip((rows, columns), (sizes.outputs, sizes.inputs), sizes.config.block or (0, 0), strict=True)
+    for have, size, given in sides:
         if given and have == -(-size // given):
             block.append(given)
         elif have == 1 or have == size or (have and not given and size % have == 0):
@@ -170,7 +172,7 @@ def _block_of(sizes: Sizes, suffix: str) -> tuple[int, int]:
         else:
             raise ModelError(
                 f"{suffix} has the shape {list(shape)}, which does not divide a weight of {sizes.size} into blocks"
-                + (f" of {given} as config.json has them" if given else ""),
+                + (f" of {given} as config.json has them" if given else "")
             )
     return block[0], block[1]
 
@@ -182,9 +184,7 @@ def _read_scaled(sizes: Sizes, tensors: Mapping[str, torch.Tensor]) -> Quantised
 
     def spread(values: torch.Tensor) -> torch.Tensor:
         """float32 [outputs, groups]"""
-        values = values.float()
-        if values.dim() < 2:
-            values = values.reshape(-1, 1)
+        values = (values.reshape(-1, 1) if values.dim() < 2 else values.flatten(1)).float()
         values = values.repeat_interleave(rows, 0)[: sizes.outputs]
         return values.repeat_interleave(columns // group, 1)[:, : sizes.inputs // group].contiguous()
 
@@ -239,11 +239,9 @@ def _check_awq(sizes: Sizes) -> None:
 
 
 def _read_awq(sizes: Sizes, tensors: Mapping[str, torch.Tensor]) -> Quantised:
-    order = torch.tensor(_AWQ_ORDER)
-
     def outputs(words: torch.Tensor) -> torch.Tensor:
         """uint8 [outputs, rows of the words]"""
-        return _unpacked(words, 4)[..., order].reshape(words.shape[0], sizes.outputs).t()
+        return _unpacked(words, 4)[..., list(_AWQ_ORDER)].reshape(words.shape[0], sizes.outputs).t()
 
     codes, zeros = outputs(tensors["qweight"]), outputs(tensors["qzeros"]).float()
     return _integers(codes, tensors["scales"].float().t().contiguous(), zeros, 4, None)
@@ -322,8 +320,7 @@ def _check_bnb4(sizes: Sizes) -> None:
     num = sizes.outputs * sizes.inputs
     if sizes.inputs % 2:
         raise ModelError(f"weight has an odd number of inputs, {sizes.inputs}, in 4 bits, which is not served")
-    header = sizes.headers["weight"]
-    element_bytes = {"BF16": 2, "F16": 2, "F32": 4}.get(header.dtype, 1)
+    element_bytes = {"BF16": 2, "F16": 2, "F32": 4}.get(sizes.headers["weight"].dtype, 1)
     sizes.need("weight", ("U8", *FLOATS), (num // 2 // element_bytes, 1), (1, num // 2 // element_bytes))
     sizes.need("weight.quant_map", ("F32",), (16,))
     _quant_state(sizes)
@@ -350,9 +347,9 @@ def _read_bnb4(sizes: Sizes, tensors: Mapping[str, torch.Tensor]) -> Quantised:
         block, shape = int(state["blocksize"]), tuple(state["shape"])
         nested = int(state["nested_blocksize"]) if "nested_blocksize" in state else 0
         offset = float(state.get("nested_offset", 0.0))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise ModelError(f"{suffix} is no JSON of bitsandbytes: {error!r}") from error
-    if shape != (sizes.outputs, sizes.inputs) or block < 1:
+    if shape != (sizes.outputs, sizes.inputs) or not 1 <= block <= 4096:
         raise ModelError(f"{suffix} is of a weight of {list(shape)}, and config.json calls for {sizes.size}")
     absmax = tensors["weight.absmax"]
     if "weight.nested_absmax" in tensors:
@@ -373,6 +370,8 @@ def _check_bnb8(sizes: Sizes) -> None:
 
 
 def _read_bnb8(sizes: Sizes, tensors: Mapping[str, torch.Tensor]) -> Quantised:  # noqa: ARG001
+    if "weight_format" in tensors and bool(tensors["weight_format"].any()):
+        raise ModelError("weight_format is not rows: an old bitsandbytes saved codes in tiles, which is not served")
     return Quantised(tensors["weight"], (tensors["SCB"] / 127)[:, None], None, None, tensors["weight"].shape[1], None)
 
 

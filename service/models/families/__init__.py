@@ -105,6 +105,14 @@ PRE_TOKENIZERS: dict[str, tuple[str | None, bool]] = {
 }
 
 
+def _usual(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Metadata that is served with these values alone."""
+    sizes = dict.fromkeys(("rope.dimension_count", "attention.value_length"), config["head_dim"])
+    absent = ("attention.sliding_window", "attention.scale", "attention.clamp_kqv", "rope.scale_linear", "logit_scale")
+    named = {f"{config['model_type']}.{name}": value for name, value in (sizes | dict.fromkeys(absent)).items()}
+    return {"split.count": 1, **named}
+
+
 def config_of_gguf(file: GgufFile) -> dict[str, Any]:
     """Raises ModelError for what is not served."""
     architecture = file.fact("general.architecture")
@@ -139,6 +147,12 @@ def config_of_gguf(file: GgufFile) -> dict[str, Any]:
     }
     if file.facts.get(f"{architecture}.rope.scaling.type", "none") != "none" or "rope_freqs.weight" in file.places:
         raise ModelError("the GGUF file scales its rotation, which is not served: give the model's own directory")
+    biases = () if architecture == "qwen2" else sorted(name for name in file.places if name.endswith(".bias"))
+    if biases:
+        raise ModelError(f"the GGUF file has {biases[0]}, and {architecture} is served without biases from GGUF")
+    changed = [name for name, usual in _usual(config).items() if file.facts.get(name, usual) != usual]
+    if changed:
+        raise ModelError(f"the GGUF file has a {changed[0]}, which is not served: give the model's own directory")
     if file.facts.get(f"{architecture}.expert_count", 0):
         raise ModelError("the GGUF file has experts, which are not served from GGUF: give the model's own directory")
     return config

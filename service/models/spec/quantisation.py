@@ -90,7 +90,7 @@ def _fp8(given: Mapping[str, Any]) -> Quantisation:
 
 def _modelopt(given: Mapping[str, Any]) -> Quantisation:
     _only(given, "quant_algo", ("FP8", "FP8_PB_WO"))
-    return Quantisation("modelopt", ("fp8",))
+    return Quantisation("modelopt", ("fp8",), block=(128, 128) if given["quant_algo"] == "FP8_PB_WO" else None)
 
 
 def _compressed(given: Mapping[str, Any]) -> Quantisation:
