@@ -24,6 +24,9 @@ from kernels.triton_launch import count_compiled
 _RANKS = 16  # at a time
 _INPUTS = 256  # of a step of the shrink
 _OUTPUTS = 128  # of a program of the expand
+_SIZES = ("num_places", "num_pairs")
+# Single numbers are read from them, which lie anywhere in the step's inputs.
+_MAPS = ("experts_ptr", "tokens_ptr", "segment_ptr", "first_rows_ptr", "places_ptr", "ranks_ptr", "scalings_ptr")
 
 
 @triton.jit
@@ -52,7 +55,7 @@ def _rows_of(
     return first, rank, tl.maximum(place, 0)
 
 
-@triton.jit(do_not_specialize=["num_places", "num_pairs"])
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_MAPS)
 def expert_shrink_kernel(
     x_ptr,  # [pairs, INPUTS]
     h_ptr,  # float32 [slices, pairs, WIDTH]
@@ -104,7 +107,7 @@ def expert_shrink_kernel(
         tl.store(h_ptr + (s * num_pairs + pair) * WIDTH + ranks, h * scaling, mask=ranks < rank)
 
 
-@triton.jit(do_not_specialize=["num_places", "num_pairs"])
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_MAPS)
 def expert_expand_kernel(
     h_ptr,  # float32 [slices, pairs, WIDTH]
     out_ptr,  # [pairs, NUM_SLICES * OUTPUTS]
