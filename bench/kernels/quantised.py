@@ -27,7 +27,7 @@ from kernels.compile_ahead import warm_up_ahead
 from kernels.linear import ops, triton_cuda
 from kernels.linear.ops import PackedWeight, RowsBehind
 from kernels.linear.quantised import NF4, Quantised, dequantise
-from kernels.linear.triton_cuda_configs import MAX_BLOCK, MAX_TOKENS, TileConfig, config_for
+from kernels.linear.triton_cuda_configs import MAX_TOKENS, MAX_WORDS, TileConfig, config_for
 
 # Outputs, inputs, slices.
 PROJECTIONS = {"qkv": (6144, 4096, 3), "o": (4096, 4096, 1), "gate_up": (28672, 4096, 2), "down": (4096, 14336, 1)}
@@ -195,10 +195,10 @@ def compare(forms: list[str], tokens: list[int], rate: float) -> Iterator[dict[s
                 yield row
 
 
-def sweep(forms: list[str], num_tokens: int, block: int | None) -> None:
-    """The six best configurations of each projection, with codes in blocks of so many bytes."""
-    if block is not None:
-        MAX_BLOCK.update(dict.fromkeys(MAX_BLOCK, block))
+def sweep(forms: list[str], num_tokens: int, words: int | None) -> None:
+    """The six best configurations of each projection, with codes in blocks of so many words."""
+    if words is not None:
+        MAX_WORDS.update(dict.fromkeys(MAX_WORDS, words))
     block_tokens = max(16, min(128, 1 << (num_tokens - 1).bit_length()))
     configs = [TileConfig(out, block_tokens, warps, stages) for out, warps, stages in SWEPT]
     failed: set[tuple[str, TileConfig]] = set()
@@ -236,13 +236,13 @@ def main() -> None:
     parser.add_argument("--tokens", default="1,64,8192")
     parser.add_argument("--forms", default=",".join(BITS))
     parser.add_argument("--sweep", action="store_true", help="launch configurations, for the first of --tokens")
-    parser.add_argument("--block", type=int, help="of a sweep: bytes of a block of codes; default: the table's")
+    parser.add_argument("--words", type=int, help="of a sweep: words of a block of codes; default: the table's")
     parser.add_argument("--json", type=Path, help="write the rows here")
     options = parser.parse_args()
     forms, tokens = options.forms.split(","), [int(one) for one in options.tokens.split(",")]
     with torch.inference_mode():
         if options.sweep:
-            sweep(forms, tokens[0], options.block)
+            sweep(forms, tokens[0], options.words)
             return
         rate = 2 * 200_000_000 / copy_microseconds(200_000_000)
         print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copies at {rate / 1e6:.2f} TB/s")

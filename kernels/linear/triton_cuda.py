@@ -1,7 +1,8 @@
 """Base projections on NVIDIA GPUs: plain weights by cuBLAS; quantised ones by a kernel that dequantises in registers.
 
-Each weight is rounded to the compute dtype before it is multiplied, in steps of all sizes, so that it has one value.
-Steps of many tokens dequantise some rows at a time into scratch memory and leave the product to cuBLAS.
+Codes that the compute dtype holds less their zero points, or their values of a table in that dtype, are multiplied as
+they are, and products scaled; of others the kernel rounds each dequantised weight to the compute dtype. Steps of many
+tokens dequantise some rows at a time into scratch memory, rounded so, and leave the product to cuBLAS.
 """
 
 from __future__ import annotations
@@ -21,19 +22,22 @@ from kernels.contract import Contract
 from kernels.linear import reference
 from kernels.linear.ops import PackedWeight, RowsBehind
 from kernels.linear.quantised import Quantised
-from kernels.linear.triton_cuda_configs import MAX_BLOCK, MAX_TOKENS, TABLE, TileConfig, config_for, num_splits
+from kernels.linear.triton_cuda_configs import MAX_TOKENS, MAX_WORDS, TABLE, TileConfig, config_for, num_splits
 from kernels.linear.triton_cuda_kernels import dequantise_kernel, quantised_linear_kernel
 from kernels.platform import in_use
 
 log = logging.getLogger(__name__)
 
-# Inputs of a block, at least, and those of a block of rows of A.
-_MIN_BLOCK, _ROWS_BLOCK = 16, 64
+_FORMS = {torch.float8_e4m3fn: "fp8", torch.int8: "int8", torch.uint8: "int4"}
+# Words of a block, at least, which are inputs of a product; and inputs of a block of rows of A.
+_MIN_WORDS, _ROWS_BLOCK = 16, 64
 # Bytes of the scratch memory, fewest rows in it, and rows of a tile that are dequantised.
-_SCRATCH_BYTES, _MIN_ROWS, _DEQUANTISED_ROWS = 32 << 20, 128, 32
+_SCRATCH_BYTES, _MIN_ROWS, _DEQUANTISED_ROWS = 128 << 20, 256, 32
 # Tiles of one product whose inputs are split.
 _MAX_SPLIT_TILES = 1 << 14
 _FLOAT8 = (8, 9)
+# Every type of 16 bits holds it less a code, and with the power of two beside it.
+_MAX_ZERO_POINT = 127
 
 _scratch, _partials = triton_launch.Workspace(), triton_launch.Workspace()
 
@@ -42,13 +46,17 @@ _scratch, _partials = triton_launch.Workspace(), triton_launch.Workspace()
 class TiledCodes:
     """Codes as the kernels read them: the bytes of a tile of outputs and inputs lie together.
 
-    weight  codes [blocks, out, block], scales and offsets [groups, out]; the rest as it was. A byte of two 4-bit codes
-            holds input i of a pair of blocks of inputs in the low nibble, and input block + i in the high one
-    block   bytes of a block for each output
+    weight  codes int32 [blocks, out, words]: the lowest bits of word w are the code of input w of the block, the next
+            those of input words + w, and so on. Scales and offsets [groups, out]; the rest as it was
+    form    of the codes: "fp8", "int8", "int4", or "table", of 4 bits
+    zeros   zero points of 4-bit codes instead of offsets, see `_zero_points`
+    table   int32 [8]: low bytes of the table's values in the compute dtype, four in a word, then their high bytes
     """
 
     weight: Quantised
-    block: int
+    form: str
+    zeros: torch.Tensor | None
+    table: torch.Tensor | None
 
     @property
     def num_groups(self) -> int:
@@ -56,19 +64,39 @@ class TiledCodes:
 
     @property
     def bits(self) -> int:
-        return 4 if self.weight.codes.dtype == torch.uint8 else 8
+        return 8 if self.form in ("fp8", "int8") else 4
+
+    @property
+    def offsets(self) -> torch.Tensor | None:
+        """Offsets or zero points, whichever the kernels take."""
+        return self.weight.offsets if self.zeros is None else self.zeros
+
+    @property
+    def inputs_of_block(self) -> int:
+        return self.weight.codes.shape[2] * (32 // self.bits)
+
+    @property
+    def scales_products(self) -> bool:
+        """Whether a type of 16 bits holds each code less its zero point, or its value in the table."""
+        return self.zeros is not None or self.weight.offsets is None
 
     def constants(self) -> dict[str, Any]:
         """Arguments of both kernels."""
-        weight = self.weight
         return {
-            "IS_NIBBLES": self.bits == 4,
-            "HAS_TABLE": weight.table is not None,
-            "HAS_OFFSETS": weight.offsets is not None,
-            "GROUP": 0 if self.num_groups == 1 else weight.group,
-            "BLOCK": self.block,
-            "IS_INTERPRETED": os.environ.get("TRITON_INTERPRET") == "1",
+            "FORM": self.form,
+            "OFFSETS": "zeros" if self.zeros is not None else None if self.weight.offsets is None else "values",
+            "GROUP": 0 if self.num_groups == 1 else self.weight.group,
+            "WORDS": self.weight.codes.shape[2],
+            "CODES": 32 // self.bits,
         }
+
+    @property
+    def codes_of_group(self) -> int:
+        """Neighbouring codes of a word that are of one group wherever a block lies."""
+        num_codes, words, group = 32 // self.bits, self.weight.codes.shape[2], self.weight.group
+        if self.num_groups == 1 or group % self.inputs_of_block == 0:
+            return num_codes
+        return group // words if self.inputs_of_block % group == 0 else 1
 
 
 def pack_weight(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedWeight:
@@ -77,17 +105,23 @@ def pack_weight(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedWeight
 
 
 def pack_quantised(weight: Quantised, bias: torch.Tensor | None, dtype: torch.dtype) -> PackedWeight | None:
-    """The codes laid out anew; None where no kernel serves them: in float32, in groups of odd sizes, or where the GPU
-    does not convert their dtype."""
+    """The codes laid out anew; None where no kernel serves them: in float32, in groups of odd sizes, with a table and
+    offsets, or where the GPU does not convert their dtype."""
     device = weight.codes.device
-    block = _block_of(weight)
-    if dtype == torch.float32 or block < _MIN_BLOCK or not _converts(device, weight.codes.dtype):
+    words = _words_of(weight)
+    is_served = words >= _MIN_WORDS and (weight.table is None or weight.offsets is None)
+    if dtype == torch.float32 or not is_served or not _converts(device, weight.codes.dtype):
         return None
-    codes = _blocks(weight.codes, block, weight.in_features)
-    offsets = None if weight.offsets is None else weight.offsets.t().contiguous()
-    tiled = TiledCodes(replace(weight, codes=codes, scales=weight.scales.t().contiguous(), offsets=offsets), block)
+    codes = _blocks(weight.codes, words, weight.in_features)
+    zeros = _zero_points(weight, dtype)
+    offsets = None if weight.offsets is None or zeros is not None else weight.offsets.t().contiguous()
+    scales = weight.scales.t().contiguous()
+    form, table = _FORMS[weight.codes.dtype], None
+    if weight.table is not None:
+        form, table = "table", weight.table.to(dtype).view(torch.uint8).view(16, 2).t().contiguous().view(torch.int32)
+    tiled = TiledCodes(replace(weight, codes=codes, scales=scales, offsets=offsets), form, zeros, table)
     bias = None if bias is None else bias.clone()
-    parts = (codes, tiled.weight.scales, offsets, weight.table, weight.order, bias)
+    parts = (codes, scales, tiled.offsets, weight.table, weight.order, bias)
     nbytes = sum(part.nbytes for part in parts if part is not None)
     _scratch.take(device, _scratch_rows(weight.in_features, dtype) * weight.in_features * dtype.itemsize)
     _counters(device)
@@ -142,8 +176,8 @@ def linear_window(
         ordered,
         codes.codes,
         codes.scales,
-        codes.offsets,
-        codes.table,
+        tiled.offsets,
+        tiled.table,
         weight.bias,
         rows,
         out,
@@ -161,8 +195,11 @@ def linear_window(
         -(-codes.codes.shape[0] // splits),
         -(-weight.in_features // (_ROWS_BLOCK * splits)),
         splits,
+        CODES_OF_GROUP=tiled.codes_of_group,
+        IS_INTERPRETED=os.environ.get("TRITON_INTERPRET") == "1",
+        SCALES_PRODUCTS=tiled.scales_products,
         HAS_BIAS=weight.bias is not None,
-        IS_EVEN=weight.in_features % max(_inputs_of_block(tiled), _ROWS_BLOCK) == 0,
+        IS_EVEN=weight.in_features % max(tiled.inputs_of_block, _ROWS_BLOCK) == 0,
         BLOCK_ROWS=_ROWS_BLOCK,
         BLOCK_OUT=chosen.block_out,
         BLOCK_TOKENS=chosen.block_tokens,
@@ -184,7 +221,7 @@ def dequantised(weight: PackedWeight, first: int, last: int) -> torch.Tensor:
         out,
         codes.codes,
         codes.scales,
-        codes.offsets,
+        tiled.offsets,
         codes.table,
         codes.order,
         first,
@@ -228,7 +265,7 @@ CONTRACT = Contract(warm_up=warm_up, compiled_count=compiled_count, replayable=T
 
 
 def _multiply_dequantised(x: torch.Tensor, weight: PackedWeight, num_columns: int, out: torch.Tensor) -> torch.Tensor:
-    """The product by cuBLAS, some rows of the weight at a time, which stay in the L2 cache."""
+    """The product by cuBLAS, some rows of the weight at a time."""
     num_rows = _scratch_rows(weight.in_features, weight.dtype)
     for first in range(0, weight.out_features, num_rows):
         last = min(first + num_rows, weight.out_features)
@@ -244,26 +281,42 @@ def _multiply_dequantised(x: torch.Tensor, weight: PackedWeight, num_columns: in
     return out
 
 
-def _blocks(codes: torch.Tensor, block: int, in_features: int) -> torch.Tensor:
-    """Codes [out, ...] -> [blocks, out, block], padded with zeros behind the inputs."""
-    if codes.dtype != torch.uint8:
-        num_blocks = -(-in_features // block)
-        padded = functional.pad(codes.view(torch.int8), (0, num_blocks * block - in_features)).view(codes.dtype)
-        return padded.view(-1, num_blocks, block).transpose(0, 1).contiguous()
-    nibbles = torch.stack((codes & 15, codes >> 4), dim=-1).view(codes.shape[0], -1)
-    num_blocks = -(-in_features // (2 * block))
-    nibbles = functional.pad(nibbles, (0, num_blocks * 2 * block - in_features)).view(-1, num_blocks, 2, block)
-    return (nibbles[:, :, 0] | nibbles[:, :, 1] << 4).transpose(0, 1).contiguous()
+def _blocks(codes: torch.Tensor, words: int, in_features: int) -> torch.Tensor:
+    """Codes [out, ...] -> int32 [blocks, out, words], padded with zeros behind the inputs."""
+    if codes.dtype == torch.uint8:
+        codes = torch.stack((codes & 15, codes >> 4), dim=-1).view(codes.shape[0], -1)
+        num_codes = 8
+    else:
+        codes, num_codes = codes.view(torch.uint8), 4
+    num_blocks = -(-in_features // (num_codes * words))
+    codes = functional.pad(codes, (0, num_blocks * num_codes * words - in_features))
+    parts = codes.view(-1, num_blocks, num_codes, words)
+    if num_codes == 8:
+        parts = parts[:, :, ::2] | parts[:, :, 1::2] << 4
+    return parts.permute(1, 0, 3, 2).contiguous().view(torch.int32).squeeze(-1)
 
 
-def _block_of(weight: Quantised) -> int:
-    """Inputs of a block, which have one scale for each output: a power of two that divides the group."""
-    most = MAX_BLOCK[4 if weight.codes.dtype == torch.uint8 else 8]
+def _zero_points(weight: Quantised, dtype: torch.dtype) -> torch.Tensor | None:
+    """Zero points of 4-bit codes [groups, out] as the kernels add them: negated, with the power of two by whose
+    exponent they read a code; None where the offsets are not such times the scales, to the bit, or codes have a table.
+    """
+    if weight.codes.dtype != torch.uint8 or weight.table is not None:
+        return None
+    power = 128 if dtype == torch.bfloat16 else 1024
+    zeros = torch.zeros_like(weight.scales)
+    if weight.offsets is not None:
+        zeros = torch.where(weight.scales == 0, zeros, weight.offsets / weight.scales).round()
+        fit = (zeros <= 0) & (zeros >= -_MAX_ZERO_POINT) & (zeros * weight.scales == weight.offsets)
+        if not fit.all():
+            return None
+    return (zeros - power).to(dtype).t().contiguous()
+
+
+def _words_of(weight: Quantised) -> int:
+    """Words of a block, whose codes at one place have one scale for each output: a power of two that divides the
+    group."""
+    most = MAX_WORDS[4 if weight.codes.dtype == torch.uint8 else 8]
     return most if weight.group == weight.in_features else min(most, weight.group & -weight.group)
-
-
-def _inputs_of_block(tiled: TiledCodes) -> int:
-    return tiled.block * (2 if tiled.bits == 4 else 1)
 
 
 def _converts(device: torch.device, dtype: torch.dtype) -> bool:
@@ -280,8 +333,9 @@ def _say_dequantised(name: str) -> None:
 
 
 def _scratch_rows(in_features: int, dtype: torch.dtype) -> int:
-    """Rows of a weight that are dequantised at a time."""
-    return max(_MIN_ROWS, _SCRATCH_BYTES // (in_features * dtype.itemsize))
+    """Rows of a weight that are dequantised at a time: cuBLAS is slow where their number is odd."""
+    num_rows = _SCRATCH_BYTES // (in_features * dtype.itemsize)
+    return max(_MIN_ROWS, num_rows - num_rows % _MIN_ROWS)
 
 
 def splits_of(weight: PackedWeight) -> int:

@@ -20,8 +20,8 @@ class TileConfig:
     stages: int
 
 
-# Bytes of a block of inputs for each output, at most, by bits of a code; fixed when a weight is packed.
-MAX_BLOCK = {8: 128, 4: 64}
+# Words of a block of inputs for each output, at most, by bits of a code; fixed when a weight is packed.
+MAX_WORDS = {8: 32, 4: 16}
 # Most tokens of a step whose codes are dequantised in registers; more take a dequantised copy of some rows at a time.
 MAX_TOKENS = 256
 # Programs for each core that the inputs of a narrow weight are split for, and the fewest blocks of one. Neither depends
@@ -34,9 +34,9 @@ SPLIT_OUT = 128
 # By bits of a code, for steps of up to so many tokens, ascending.
 TABLE: dict[int, dict[int, TileConfig]] = {
     8: {
-        16: TileConfig(128, 16, 4, 4),
+        16: TileConfig(128, 16, 4, 3),
         32: TileConfig(128, 32, 4, 4),
-        64: TileConfig(128, 64, 4, 3),
+        64: TileConfig(128, 64, 8, 3),
         128: TileConfig(128, 128, 8, 3),
         256: TileConfig(128, 128, 8, 3),
     },

@@ -1,7 +1,7 @@
 """Kernels of quantised weights on NVIDIA GPUs: products of decode steps, and dequantisation for products of prompts."""
 
 # Triton's functions are untyped.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, no-redef"
 
 from __future__ import annotations
 
@@ -9,61 +9,203 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-# From nibble to float without a conversion, which is slow: beside the exponent of 2^23, or of 2^19 for the high one.
-_LOW_BITS, _LOW = tl.constexpr(0x4B000000), tl.constexpr(8388608.0)
-_HIGH_BITS, _HIGH = tl.constexpr(0x49000000), tl.constexpr(524288.0)
+# Two words' codes to two values of a 16-bit type, by instructions that every lane has: a GPU converts but an eighth of
+# its lanes at a time. $3 is the selector of the codes' byte.
+#
+# e4m3 moved into bfloat16's places is its value times 2^-120.
+_FLOAT8 = tl.constexpr("""{
+.reg .b32 t, u, v, power, zero;
+mov.b32 power, 0x7b807b80;
+mov.b32 zero, 0x80008000;
+prmt.b32 t, $1, $2, $3;
+shr.b32 u, t, 4;
+and.b32 v, t, 0x80008000;
+lop3.b32 u, u, 0x07f007f0, v, 0xea;
+fma.rn.bf16x2 $0, u, power, zero;
+}""")
+# An integer plus 128 beside the exponent of 2^23 in float32, whose upper half is bfloat16 once 2^23 + 128 is
+# subtracted.
+_INT8 = tl.constexpr("""{
+.reg .b32 a, b, power;
+mov.b32 power, 0x4b000000;
+prmt.b32 a, $1, power, $3;
+prmt.b32 b, $2, power, $3;
+sub.rn.f32 a, a, 0f4b000080;
+sub.rn.f32 b, b, 0f4b000080;
+prmt.b32 $0, a, b, 0x7632;
+}""")
+# A nibble beside the exponent of 2^7 (bfloat16) or 2^10 (float16), to which the negated zero point with that power is
+# added, $5.
+_NIBBLE = """{{
+.reg .b32 t, one;
+mov.b32 one, {one};
+prmt.b32 t, $1, $2, $3;
+{shift}
+lop3.b32 t, t, 0x000f000f, {power}, 0xea;
+fma.rn.{type} $0, t, one, $5;
+}}"""
+_BFLOAT16 = {"one": "0x3f803f80", "power": "0x43004300", "type": "bf16x2"}
+_FLOAT16 = {"one": "0x3c003c00", "power": "0x64006400", "type": "f16x2"}
+_LOW_BFLOAT16, _HIGH_BFLOAT16, _LOW_FLOAT16, _HIGH_FLOAT16 = (
+    tl.constexpr(_NIBBLE.format(**of_type, shift=shift))
+    for of_type in (_BFLOAT16, _FLOAT16)
+    for shift in ("", "shr.b32 t, t, 4;")
+)
+# A table of 16 values, their low bytes in $10 to $17 (each twice), their high bytes in $18 to $25. A selector has three
+# bits of each code, which choose among eight bytes; the fourth chooses between two such choices.
+_LOOK_UP = """
+and.b32 m, {word}, 0x77777777;
+shr.b32 s, {word}, 3;
+and.b32 s, s, 0x11111111;
+""" + "".join(
+    f"""
+{shift}
+prmt.b32 k, ones, 0, s;
+prmt.b32 l, $10, $12, m;
+prmt.b32 t, $14, $16, m;
+lop3.b32 l, l, t, k, 0xd8;
+prmt.b32 h, $18, $20, m;
+prmt.b32 t, $22, $24, m;
+lop3.b32 h, h, t, k, 0xd8;
+prmt.b32 {{pair}}{half}0, l, h, 0x5140;
+prmt.b32 {{pair}}{half}1, l, h, 0x7362;
+"""
+    for half, shift in (("0", ""), ("1", "shr.b32 m, m, 16; shr.b32 s, s, 16;"))
+)
+_TABLE = tl.constexpr(
+    "{\n.reg .b32 m, s, k, l, h, t, ones, p00, p01, p10, p11, q00, q01, q10, q11;\nmov.b32 ones, 0xff00;\n"
+    + _LOOK_UP.format(word="$8", pair="p")
+    + _LOOK_UP.format(word="$9", pair="q")
+    + "".join(
+        f"prmt.b32 ${2 * i}, p{pair}, q{pair}, 0x5410;\nprmt.b32 ${2 * i + 1}, p{pair}, q{pair}, 0x7632;\n"
+        for i, pair in enumerate(("00", "01", "10", "11"))
+    )
+    + "}"
+)
+_TABLE_OPERANDS = tl.constexpr(",".join(["=r"] * 8 + ["r"] * 18))
+BFLOAT16_POWER, FLOAT16_POWER = tl.constexpr(128.0), tl.constexpr(1024.0)
 
 
 @triton.jit
-def _nibbles(codes, table_ptr, HAS_TABLE: tl.constexpr, IS_INTERPRETED: tl.constexpr):
-    """float32 values of the low and of the high codes in bytes."""
-    codes = codes.to(tl.int32)
-    if HAS_TABLE:
-        low = _looked_up(codes & 15, table_ptr, IS_INTERPRETED)
-        high = _looked_up(codes >> 4, table_ptr, IS_INTERPRETED)
+def _code(words, INDEX: tl.constexpr, FORM: tl.constexpr):
+    """Code INDEX of each word: an integer, or float8."""
+    if FORM == "fp8":
+        code = (words >> (8 * INDEX)).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    elif FORM == "int8":
+        code = (words >> (8 * INDEX)).to(tl.int8)
     else:
-        low = ((codes & 15) | _LOW_BITS).to(tl.float32, bitcast=True) - _LOW
-        high = ((codes & 240) | _HIGH_BITS).to(tl.float32, bitcast=True) - _HIGH
-    return low, high
+        code = (words >> (4 * INDEX)) & 15
+    return code
 
 
 @triton.jit
-def _looked_up(codes, table_ptr, IS_INTERPRETED: tl.constexpr):
-    """Values from the table; `tl.load` would take them through shared memory, as parts of the pipeline."""
-    if IS_INTERPRETED:
-        return tl.load(table_ptr + codes)
+def _exact(words, zeros, INDEX: tl.constexpr, FORM: tl.constexpr, IS_INTERPRETED: tl.constexpr):
+    """Code INDEX of each word, less the zero point of its column: values that the dtype of `zeros` holds.
+
+    zeros  [columns] as OFFSETS "zeros" has them; of another form, whatever has the dtype
+    """
+    dtype: tl.constexpr = zeros.dtype
+    if FORM == "int4":
+        if IS_INTERPRETED:
+            power = BFLOAT16_POWER if dtype == tl.bfloat16 else FLOAT16_POWER
+            zero_points = (zeros.to(tl.float32) + power)[:, None]
+            values = (_code(words, INDEX, FORM).to(tl.float32) + zero_points).to(dtype)
+        else:
+            if dtype == tl.bfloat16:
+                asm: tl.constexpr = _HIGH_BFLOAT16 if INDEX % 2 else _LOW_BFLOAT16
+            else:
+                asm: tl.constexpr = _HIGH_FLOAT16 if INDEX % 2 else _LOW_FLOAT16
+            operands = [words, 0x4400 + 0x1111 * (INDEX // 2), zeros[:, None]]
+            values = tl.inline_asm_elementwise(asm, "=r,r,r,r,r,r", operands, zeros.dtype, is_pure=True, pack=2)
+    elif IS_INTERPRETED:
+        values = _code(words, INDEX, FORM).to(tl.float32).to(dtype)
+    elif dtype == tl.float16:
+        values = _code(words, INDEX, FORM).to(dtype)
+    elif FORM == "fp8":
+        operands = [words, 0x4000 + 0x1111 * INDEX]
+        values = tl.inline_asm_elementwise(_FLOAT8, "=r,r,r,r,r", operands, tl.bfloat16, is_pure=True, pack=2)
+    else:
+        operands = [words ^ -2139062144, 0x7440 + INDEX]
+        values = tl.inline_asm_elementwise(_INT8, "=r,r,r,r,r", operands, tl.bfloat16, is_pure=True, pack=2)
+    return values
+
+
+@triton.jit
+def _looked_up(words, table_ptr, like):
+    """Values of all codes of each word, as a tuple, of the dtype of `like`; table_ptr as in the product's kernel."""
     return tl.inline_asm_elementwise(
-        "{ .reg .u64 p; mad.wide.u32 p, $1, 4, $2; ld.global.nc.f32 $0, [p]; }",
-        "=f,r,l",
-        [codes, table_ptr.to(tl.int64, bitcast=True)],
-        tl.float32,
+        _TABLE,
+        _TABLE_OPERANDS,
+        [
+            words,
+            tl.load(table_ptr),
+            tl.load(table_ptr + 1),
+            tl.load(table_ptr + 2),
+            tl.load(table_ptr + 3),
+            tl.load(table_ptr + 4),
+            tl.load(table_ptr + 5),
+            tl.load(table_ptr + 6),
+            tl.load(table_ptr + 7),
+        ],
+        (
+            like.dtype,
+            like.dtype,
+            like.dtype,
+            like.dtype,
+            like.dtype,
+            like.dtype,
+            like.dtype,
+            like.dtype,
+        ),
         is_pure=True,
-        pack=1,
+        pack=2,
     )
 
 
 @triton.jit
-def _scaled(
-    values,
+def _looked_up_one(words, table_ptr, INDEX: tl.constexpr, dtype: tl.constexpr):
+    """Value of code INDEX of each word, in the interpreter."""
+    code = (words >> (4 * INDEX)) & 15
+    shift = 8 * (code % 4)
+    low = (tl.load(table_ptr + code // 4) >> shift) & 255
+    high = (tl.load(table_ptr + 4 + code // 4) >> shift) & 255
+    return (low | high << 8).to(tl.int16).to(dtype, bitcast=True)
+
+
+@triton.jit
+def _dequantised(
+    words,
     scales_ptr,
     offsets_ptr,
+    table_ptr,
     first,
     num_groups,
     out_features,
     column,
-    HAS_OFFSETS: tl.constexpr,
+    dtype: tl.constexpr,
+    INDEX: tl.constexpr,
+    FORM: tl.constexpr,
+    OFFSETS: tl.constexpr,
     GROUP: tl.constexpr,
+    HAS_TABLE: tl.constexpr,
 ):
-    """values [columns, inputs] of one group of inputs, from input `first` on, with its scale and offset."""
+    """float32 values of code INDEX of each word [columns, inputs], with scales and offsets. `first` is its first
+    input, and all are of one group."""
+    codes = _code(words, INDEX, FORM)
+    values = tl.load(table_ptr + codes) if HAS_TABLE else codes.to(tl.float32)
     mask = column < out_features
     place = column
     if GROUP > 0:
         group = first // GROUP
         mask = mask & (group < num_groups)
         place += group * out_features
-    values *= tl.load(scales_ptr + place, mask=mask, other=0.0)[:, None]
-    if HAS_OFFSETS:
+    scale = tl.load(scales_ptr + place, mask=mask, other=0.0)
+    values *= scale[:, None]
+    if OFFSETS == "values":
         values += tl.load(offsets_ptr + place, mask=mask, other=0.0)[:, None]
+    elif OFFSETS == "zeros":
+        power = BFLOAT16_POWER if dtype == tl.bfloat16 else FLOAT16_POWER
+        values += ((tl.load(offsets_ptr + place, mask=mask, other=0.0).to(tl.float32) + power) * scale)[:, None]
     return values
 
 
@@ -90,10 +232,10 @@ def _inputs(x_ptr, token, stride, first, in_features, BLOCK: tl.constexpr, IS_EV
 def quantised_linear_kernel(
     x_ptr,  # [tokens, in_features], rows of x_stride
     ordered_ptr,  # the same with the inputs in the order of the codes
-    codes_ptr,  # [blocks, out_features, BLOCK]
+    codes_ptr,  # int32 [blocks, out_features, WORDS]
     scales_ptr,  # float32 [groups, out_features]
-    offsets_ptr,  # as scales
-    table_ptr,  # float32 [16]
+    offsets_ptr,  # [groups, out_features] by OFFSETS: "values", float32; or "zeros", see `triton_cuda`; or None
+    table_ptr,  # int32 [8]: low bytes of a table of 16 values of x's dtype, then their high bytes
     bias_ptr,  # [out_features]
     rows_ptr,  # [num_columns - out_features, in_features] of x's dtype
     out_ptr,  # [tokens, num_columns]
@@ -111,13 +253,15 @@ def quantised_linear_kernel(
     blocks_per_split,
     row_blocks_per_split,
     num_splits,
-    IS_NIBBLES: tl.constexpr,
-    HAS_TABLE: tl.constexpr,
-    HAS_OFFSETS: tl.constexpr,
+    FORM: tl.constexpr,  # of the codes: "fp8", "int8", "int4", or "table", of 4 bits
+    OFFSETS: tl.constexpr,
+    SCALES_PRODUCTS: tl.constexpr,  # of values that x's dtype holds; else values are scaled, and rounded to it
     HAS_BIAS: tl.constexpr,
     IS_EVEN: tl.constexpr,
     GROUP: tl.constexpr,  # inputs of a group; 0: there is one
-    BLOCK: tl.constexpr,
+    WORDS: tl.constexpr,
+    CODES: tl.constexpr,  # of a word: code i of word w is input i * WORDS + w of the block
+    CODES_OF_GROUP: tl.constexpr,  # of a word that are of one group
     BLOCK_ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
@@ -140,42 +284,62 @@ def quantised_linear_kernel(
         column = tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
         column_end = out_features
         column_read = tl.where(column < out_features, column, 0)
-        code_places = codes_ptr + column_read[:, None].to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
-        block_size = out_features.to(tl.int64) * BLOCK
-        scale = tl.load(scales_ptr + column_read)[:, None]
+        word_places = codes_ptr + column_read[:, None].to(tl.int64) * WORDS + tl.arange(0, WORDS)[None, :]
+        block_size = out_features.to(tl.int64) * WORDS
         first_block = split * blocks_per_split
         last_block = tl.minimum(first_block + blocks_per_split, num_blocks)
         for block in tl.range(first_block, last_block, num_stages=STAGES):
-            codes = tl.load(code_places + block * block_size)
-            if IS_NIBBLES:
-                first = block * 2 * BLOCK
-                low, high = _nibbles(codes, table_ptr, HAS_TABLE, IS_INTERPRETED)
-                if GROUP == 0 and not HAS_OFFSETS:
-                    low *= scale
-                    high *= scale
+            words = tl.load(word_places + block * block_size)
+            first = block * (CODES * WORDS)
+            part = tl.zeros((BLOCK_OUT, BLOCK_TOKENS), tl.float32)
+            scale = tl.zeros((BLOCK_OUT,), tl.float32)
+            zeros = tl.zeros((BLOCK_OUT,), dtype)
+            if FORM == "table" and not IS_INTERPRETED:
+                looked_up = _looked_up(words, table_ptr, zeros)
+            for index in tl.static_range(CODES):
+                x = _inputs(ordered_ptr, token_read, ordered_stride, first + index * WORDS, in_features, WORDS, IS_EVEN)
+                if SCALES_PRODUCTS:
+                    if index % CODES_OF_GROUP == 0:
+                        place = column_read
+                        if GROUP > 0:
+                            group = tl.minimum((first + index * WORDS) // GROUP, num_groups - 1)
+                            place += group * out_features
+                            scale = tl.load(scales_ptr + place)
+                            part = tl.zeros((BLOCK_OUT, BLOCK_TOKENS), tl.float32)
+                        if FORM == "int4":
+                            zeros = tl.load(offsets_ptr + place)
+                    if FORM != "table":
+                        values = _exact(words, zeros, index, FORM, IS_INTERPRETED)
+                    elif IS_INTERPRETED:
+                        values = _looked_up_one(words, table_ptr, index, dtype)
+                    else:
+                        values = looked_up[index]
+                    if GROUP > 0:
+                        part = tl.dot(values, tl.trans(x), part)
+                        if index % CODES_OF_GROUP == CODES_OF_GROUP - 1:
+                            total = tl.fma(part, scale[:, None], total)
+                    else:
+                        total = tl.dot(values, tl.trans(x), total)
                 else:
-                    low = _scaled(
-                        low, scales_ptr, offsets_ptr, first, num_groups, out_features, column, HAS_OFFSETS, GROUP
+                    values = _dequantised(
+                        words,
+                        scales_ptr,
+                        offsets_ptr,
+                        None,
+                        first + index * WORDS,
+                        num_groups,
+                        out_features,
+                        column,
+                        dtype,
+                        index,
+                        FORM,
+                        OFFSETS,
+                        GROUP,
+                        False,
                     )
-                    second = first + BLOCK
-                    high = _scaled(
-                        high, scales_ptr, offsets_ptr, second, num_groups, out_features, column, HAS_OFFSETS, GROUP
-                    )
-                x = _inputs(ordered_ptr, token_read, ordered_stride, first, in_features, BLOCK, IS_EVEN)
-                total = tl.dot(low.to(dtype), tl.trans(x), total)
-                x = _inputs(ordered_ptr, token_read, ordered_stride, first + BLOCK, in_features, BLOCK, IS_EVEN)
-                total = tl.dot(high.to(dtype), tl.trans(x), total)
-            else:
-                first = block * BLOCK
-                values = codes.to(tl.float32)
-                if GROUP == 0 and not HAS_OFFSETS:
-                    values *= scale
-                else:
-                    values = _scaled(
-                        values, scales_ptr, offsets_ptr, first, num_groups, out_features, column, HAS_OFFSETS, GROUP
-                    )
-                x = _inputs(ordered_ptr, token_read, ordered_stride, first, in_features, BLOCK, IS_EVEN)
-                total = tl.dot(values.to(dtype), tl.trans(x), total)
+                    total = tl.dot(values.to(dtype), tl.trans(x), total)
+        if SCALES_PRODUCTS and GROUP == 0:
+            total *= tl.load(scales_ptr + column_read)[:, None]
     else:
         column = out_features + (tile - num_code_tiles) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
         column_end = num_columns
@@ -212,58 +376,58 @@ def quantised_linear_kernel(
         tl.store(places, total.to(dtype), mask=(column[:, None] < column_end) & (token[None, :] < num_tokens))
 
 
-@triton.jit
-def _store(out_ptr, order_ptr, row, first, in_features, values, mask, HAS_ORDER: tl.constexpr, BLOCK: tl.constexpr):
-    """Write values [rows, BLOCK], those of the codes' positions from `first` on."""
-    position = first + tl.arange(0, BLOCK)
-    is_input = position < in_features
-    if HAS_ORDER:
-        position = tl.load(order_ptr + position, mask=is_input, other=0)
-    places = out_ptr + row[:, None].to(tl.int64) * in_features + position[None, :]
-    tl.store(places, values.to(out_ptr.dtype.element_ty), mask=mask[:, None] & is_input[None, :])
-
-
 @triton.jit(do_not_specialize=["first_row", "last_row", "num_groups"])
 def dequantise_kernel(
     out_ptr,  # [last_row - first_row, in_features]
     codes_ptr,  # as above, and so on
     scales_ptr,
     offsets_ptr,
-    table_ptr,
+    table_ptr,  # float32 [16]
     order_ptr,  # int32 [in_features]
     first_row,
     last_row,
     in_features,
     out_features,
     num_groups,
-    IS_NIBBLES: tl.constexpr,
-    HAS_TABLE: tl.constexpr,
-    HAS_OFFSETS: tl.constexpr,
+    FORM: tl.constexpr,
+    OFFSETS: tl.constexpr,
     HAS_ORDER: tl.constexpr,
-    GROUP: tl.constexpr,  # inputs of a group; 0: there is one
-    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+    WORDS: tl.constexpr,
+    CODES: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
-    IS_INTERPRETED: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
     """Grid (tiles of rows, blocks of the inputs)."""
+    dtype = out_ptr.dtype.element_ty
     row = first_row + tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     mask = row < last_row
     block = tl.program_id(1)
-    places = (block.to(tl.int64) * out_features + tl.where(mask, row, 0))[:, None] * BLOCK + tl.arange(0, BLOCK)[None]
+    places = (block.to(tl.int64) * out_features + tl.where(mask, row, 0))[:, None] * WORDS + tl.arange(0, WORDS)[None]
     if DEPENDENT_LAUNCH:
         gdc_wait()
-    codes = tl.load(codes_ptr + places)
-    if IS_NIBBLES:
-        first = block * 2 * BLOCK
-        low, high = _nibbles(codes, table_ptr, HAS_TABLE, IS_INTERPRETED)
-        low = _scaled(low, scales_ptr, offsets_ptr, first, num_groups, out_features, row, HAS_OFFSETS, GROUP)
-        _store(out_ptr, order_ptr, row - first_row, first, in_features, low, mask, HAS_ORDER, BLOCK)
-        first += BLOCK
-        high = _scaled(high, scales_ptr, offsets_ptr, first, num_groups, out_features, row, HAS_OFFSETS, GROUP)
-        _store(out_ptr, order_ptr, row - first_row, first, in_features, high, mask, HAS_ORDER, BLOCK)
-    else:
-        first = block * BLOCK
-        values = codes.to(tl.float32)
-        values = _scaled(values, scales_ptr, offsets_ptr, first, num_groups, out_features, row, HAS_OFFSETS, GROUP)
-        _store(out_ptr, order_ptr, row - first_row, first, in_features, values, mask, HAS_ORDER, BLOCK)
+    words = tl.load(codes_ptr + places)
+    for index in tl.static_range(CODES):
+        first = (block * CODES + index) * WORDS
+        values = _dequantised(
+            words,
+            scales_ptr,
+            offsets_ptr,
+            table_ptr,
+            first,
+            num_groups,
+            out_features,
+            row,
+            dtype,
+            index,
+            FORM,
+            OFFSETS,
+            GROUP,
+            FORM == "table",
+        )
+        position = first + tl.arange(0, WORDS)
+        is_input = position < in_features
+        if HAS_ORDER:
+            position = tl.load(order_ptr + position, mask=is_input, other=0)
+        out_places = out_ptr + (row - first_row)[:, None].to(tl.int64) * in_features + position[None, :]
+        tl.store(out_places, values.to(dtype), mask=mask[:, None] & is_input[None, :])
