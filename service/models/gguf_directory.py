@@ -26,11 +26,6 @@ def model_directory(path: Path, root: Path) -> Path:
         return path
     if not path.is_file():
         raise ModelError(f"{path} is no file")
-    stat = path.stat()
-    source = json.dumps([str(path.resolve()), stat.st_size, stat.st_mtime_ns])
-    directory = root / hashlib.sha256(source.encode()).hexdigest()[:16] / path.stem
-    if directory.is_dir():
-        return directory
     file = read_gguf(path)
     try:
         texts: dict[str, Any] = {"config.json": config_of_gguf(file), **_tokenizer(file)}
@@ -38,13 +33,19 @@ def model_directory(path: Path, root: Path) -> Path:
         raise
     except (ValueError, TypeError, AttributeError, IndexError) as error:  # such as a list for a number
         raise ModelError(f"the metadata of {path} has a value of another kind: {error}: convert it anew") from error
+    template = file.facts.get("tokenizer.chat_template")
+    # By what is written, too: another version of this server may write other files.
+    stat = path.stat()
+    source = json.dumps([str(path.resolve()), stat.st_size, stat.st_mtime_ns, texts, str(template)])
+    directory = root / hashlib.sha256(source.encode()).hexdigest()[:16] / path.stem
+    if directory.is_dir():
+        return directory
     directory.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=directory.parent, ignore_cleanup_errors=True) as folder:
         written = Path(folder) / path.stem
         written.mkdir()
         for name, content in texts.items():
             (written / name).write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-        template = file.facts.get("tokenizer.chat_template")
         if isinstance(template, str):
             (written / "chat_template.jinja").write_text(template, encoding="utf-8")
         (written / LINK).symlink_to(path.resolve())
