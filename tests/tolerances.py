@@ -32,10 +32,14 @@ LOGITS_RMS: dict[torch.dtype, float] = {
 # where it is next to nothing since a query meets no key (transformers' own distance: 0.49, 0.045).
 _OF_FAMILY: dict[tuple[str, torch.dtype], tuple[float, float]] = {
     ("qwen3_5_text", torch.bfloat16): (0.98, 9e-2),
+    # The same with weights in FP8 (transformers' own distance from float64: 1.5e-4).
+    ("qwen3_5_text-fp8", torch.float32): (3e-4, 1e-5),
     # A token next to the border between two experts goes to the other one (transformers' own distance: 3.06, 0.186).
     ("qwen3_5_moe_text", torch.bfloat16): (6.1, 0.37),
     ("gpt_oss", torch.bfloat16): (1.4, 0.12),  # the same (0.69, 0.059)
     ("glm4_moe", torch.bfloat16): (2.3, 0.12),  # the same (1.17, 0.059)
+    # Logits of standard deviation 2 (transformers' own distance: 0.238, 0.030).
+    ("granitemoehybrid", torch.bfloat16): (0.47, 6e-2),
 }
 
 

@@ -28,6 +28,11 @@ class BaseWeights:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
 
+    @property
+    def can_compare(self) -> bool:
+        """Whether there are safetensors files to read: a GGUF file, which rounds the weights anyway, is none."""
+        return any((self._directory / name).exists() for name in ("model.safetensors", "model.safetensors.index.json"))
+
     def repeats(self, name: str, copy: Tensor, path: Path) -> bool:
         """Whether `copy`, in the file at `path`, equals the base's tensor `name` once that is rounded to its dtype."""
         found = self._find(name)

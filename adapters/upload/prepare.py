@@ -71,6 +71,8 @@ class Intake:
         binding = with_split_blocks(binding, tensors)
         notes = check_spare_rows(binding, text.num_padding_tokens)
         binding = check_binding(binding, tensors, self.row_plan, self._base)
+        if binding.base_copies and self._base is not None and not self._base.can_compare:
+            notes.append("The copies were not compared: the base's directory has no model.safetensors.")
         modules = module_reports(binding)
         ready = staging.directory / "ready"
         ready.mkdir()

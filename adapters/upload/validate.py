@@ -68,7 +68,7 @@ def check_spare_rows(binding: Binding, num_padding_tokens: int) -> list[str]:
 
 def check_binding(binding: Binding, tensor_path: Path, row_plan: RowPlan | None, base: BaseWeights | None) -> Binding:
     """Everything else that can be decided before a byte of LoRA data is read; the binding without what only repeats the
-    base. Raises Malformed, BindingError, RowsExceeded."""
+    base, which PEFT's copies do where that cannot be read. Raises Malformed, BindingError, RowsExceeded."""
     if base is not None:
         unchanged = [
             extra
@@ -85,7 +85,7 @@ def check_binding(binding: Binding, tensor_path: Path, row_plan: RowPlan | None,
             "modules_to_save does not name it",
         )
         for copy in binding.base_copies
-        if base is None or not base.repeats(copy.name, copy.tensor, tensor_path)
+        if base is None or (base.can_compare and not base.repeats(copy.name, copy.tensor, tensor_path))
     ]
     changed += [
         (one.tensor.name, f"it differs from {one.of.name[:200]!r}, which the file has for the same module")

@@ -65,7 +65,7 @@ ONLINE_CASES = [f"{family}-{kind}" for family in ("llama", *OTHERS) for kind in 
 def test_weights_quantised_while_they_load(case: str, tmp_path: Path) -> None:
     """As transformers computes with the weights that codes stand for; of the same directory, so the same adapters."""
     family, _, kind = case.partition("-")
-    assert_parity(make_quantised_online(kind, family, tmp_path), "cpu", weights=kind)
+    assert_parity(make_quantised_online(kind, family, tmp_path), "cpu", family=case, weights=kind)
 
 
 def test_a_quantised_checkpoint_may_be_held_in_floats(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -281,7 +281,8 @@ def make_quantised_online(
     for name, tensor in tensors.items():
         module, _, suffix = name.rpartition(".")
         is_linear = ".layers." in name and suffix == "weight" and tensor.dim() == 2
-        if is_linear and not module.endswith((".gate", "shared_expert_gate")):
+        stays = module.endswith((".gate", "shared_expert_gate")) or ".experts." in module
+        if is_linear and not stays:
             tensors[name] = ONLINE[kind](tensor.float())[1].to(dtype)
     save_file(tensors, file, {"format": "pt"})
     return directory
