@@ -32,7 +32,7 @@ def test_compiles_within_the_chip(case: Case, name: str, target: str) -> None:
 @pytest.mark.wide
 def test_compiles_for_ascend950(case: Case, name: str) -> None:
     launch = case.launches[name]()
-    if case.crashes:
+    if case.crashes and name not in case.compiles:
         with pytest.raises(CompileError) as caught:
             checks.compile_launch(case, launch, OPTIONAL_TARGET)
         assert caught.value.crashed, f"{case.name} is listed as crashing the compiler, but was refused: {caught.value}"

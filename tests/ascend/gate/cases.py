@@ -68,6 +68,7 @@ class Case:
     on_chip_fraction   how much of each on-chip memory it may use
     options            compile options of triton-ascend
     crashes            why the published compiler for `OPTIONAL_TARGET` dies on it; "" where it must compile
+    compiles           launches that it compiles all the same
     """
 
     name: str
@@ -77,3 +78,4 @@ class Case:
     on_chip_fraction: float = 1.0
     options: Mapping[str, Any] = field(default_factory=dict)
     crashes: str = ""
+    compiles: frozenset[str] = frozenset()
