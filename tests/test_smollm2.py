@@ -135,7 +135,7 @@ def oracle(model_dir: Path) -> Oracle:
 
 @pytest.fixture(scope="module")
 def server(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:  # noqa: ARG001
-    """Of the GGUF file as it lies."""
+    """The GGUF file is served as it lies."""
     sizes = {"kv_bytes": "192MiB", "adapter_row_bytes": "256MiB", "host_tier_bytes": "256MiB"}
     settings = {"model_name": BASE, "dtype": "float32", "num_threads": 1, **sizes}
     with running_server(installed(), tmp_path_factory.mktemp("server"), **settings) as running:

@@ -76,7 +76,7 @@ def test_a_quantised_checkpoint_may_be_held_in_floats(tmp_path: Path, caplog: py
 
 
 def test_nf4_has_the_bits_of_bitsandbytes() -> None:
-    """Of a file that `scripts/quantised_fixture.py` wrote with bitsandbytes."""
+    """The file is by `scripts/quantised_fixture.py`, with bitsandbytes."""
     fixture = load_file(FIXTURE)
     for name in ("flat", "straddling"):
         weight = quantise(fixture[f"{name}.weight"], "nf4")

@@ -98,7 +98,7 @@ print(sorted({{name.split(".")[0] for name in sys.modules}} & {{"torch", "numpy"
 
 
 class TestRefusalToStart:
-    """What is found out before the engine's process starts is tried in this one."""
+    """Faults that are found before the engine starts need no process of their own."""
 
     def serve(self, *flags: str, prelude: str = "") -> subprocess.CompletedProcess[str]:
         return run_python(

@@ -48,7 +48,7 @@ def source_of(module: ModuleType) -> str:
 
 
 def judge(module: ModuleType, mutant: Mutant, launch_name: str = "") -> str:
-    """What the gate says of the mutant: `SURVIVED`, `NOT_COMPILED`, `NOT_JUDGED`, or how it was caught.
+    """Verdict of the gate on the mutant: `SURVIVED`, `NOT_COMPILED`, `NOT_JUDGED`, or how it was caught.
 
     In a process of its own, and no fork of this one: threads that do not exist there, or pytest's signal handlers,
     would hang or end it for reasons that are not the mutant's.

@@ -125,7 +125,7 @@ def packed_act_order(weight: torch.Tensor) -> Stored:
 
 
 def int8(weight: torch.Tensor) -> Stored:
-    """Of compressed-tensors, a scale for each output."""
+    """Form of compressed-tensors with a scale for each output."""
     scale = weight.abs().amax(1, keepdim=True) / 127
     codes = (weight / scale).round().to(torch.int8)
     return {"weight": codes, "weight_scale": scale}, codes.float() * scale
