@@ -123,7 +123,7 @@ class Product:
         torch.testing.assert_close(call().float(), x.float() @ full.float().t(), atol=TOLERANCE, rtol=TOLERANCE)
 
     def floor_us(self, num_tokens: int, window_rows: int, bytes_per_us: float) -> float:
-        """Milliseconds that reading the bytes takes."""
+        """Microseconds that reading the bytes takes."""
         rows = 2 * window_rows * self.num_slices * self.in_features
         outputs = 2 * num_tokens * (self.out_features + window_rows * self.num_slices + self.in_features)
         return (self.bytes + rows + outputs) / bytes_per_us
