@@ -50,6 +50,9 @@ _TINY_DELTA_NETS = (
     ("linear_key_head_dim", 16),
     ("linear_value_head_dim", 16),
 )
+_EXPERTS = (("norm_topk_prob", True), ("decoder_sparse_step", 1), ("mlp_only_layers", ()))
+_QWEN3_30B = (("num_experts", 128), ("num_experts_per_tok", 8), ("moe_intermediate_size", 768))
+_TINY_EXPERTS = (("num_experts", 8), ("num_experts_per_tok", 2), ("moe_intermediate_size", 32))
 
 # "bundled" is the repository's own model, with its own weights.
 SHAPES: dict[str, Shape | None] = {
@@ -60,6 +63,12 @@ SHAPES: dict[str, Shape | None] = {
     "qwen3_5-9b": Shape(4096, 12_288, 32, 16, 4, 256, 248_320, 262_144, model_type="qwen3_5_text", others=_QWEN3_5),
     "qwen3_5-tiny": Shape(
         *(64, 128, 4, 4, 2, 16, 512, 1024), model_type="qwen3_5_text", others=(*_QWEN3_5, *_TINY_DELTA_NETS)
+    ),
+    "qwen3-30b-a3b": Shape(
+        *(2048, 6144, 48, 32, 4, 128, 151_936, 40_960), model_type="qwen3_moe", others=(*_EXPERTS, *_QWEN3_30B)
+    ),
+    "qwen3_moe-tiny": Shape(
+        *(64, 128, 2, 4, 2, 16, 512, 1024), model_type="qwen3_moe", others=(*_EXPERTS, *_TINY_EXPERTS)
     ),
     "bundled": None,
 }

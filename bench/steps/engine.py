@@ -64,6 +64,9 @@ def main() -> None:
     parser.add_argument("--adapters", default="0,1,8,64", help="distinct adapters in use together, one case for each")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument(
+        "--expert-rank", type=int, default=0, help="of adapters on every expert, beside --rank elsewhere"
+    )
+    parser.add_argument(
         "--resident",
         type=int,
         default=0,
@@ -87,6 +90,7 @@ def main() -> None:
         arguments,
         max_adapters=max(*adapters, arguments.resident),
         rank=arguments.rank,
+        expert_rank=arguments.expert_rank,
         long_prompt_tokens=arguments.long_prompt,
     )
     profiled = set() if arguments.profile is None else set(arguments.profile or [case.name for case in cases])

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from adapters.row_plan import EMBEDDINGS_SHARE, row_bytes
+from adapters.layout import BaseLayout
+from adapters.row_plan import EMBEDDINGS_SHARE, EXPERTS_SHARE, row_bytes
 from bench.shapes import BUNDLED, SEED, SHAPES, opener, write_outside
 from service.doctor.checks.probe_engine import FakeAdapters, greedy
 from service.engine.engine import Engine
@@ -32,8 +33,8 @@ _IDLE_SECONDS = 0.001
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """Sizes of the workload. max_adapters: most distinct ones in use together; long_prompt_tokens 0: no long prompt
-    will come."""
+    """Sizes of the workload. max_adapters: most distinct ones in use together; expert_rank: of adapters on all experts;
+    long_prompt_tokens 0: no long prompt will come."""
 
     shape: str
     device: str
@@ -43,6 +44,7 @@ class EngineLoad:
     token_budget: int
     max_adapters: int = 0
     rank: int = 0
+    expert_rank: int = 0
     long_prompt_tokens: int = 0
     engine_fields: dict[str, Any] = field(default_factory=dict)  # further ones of EngineConfig
 
@@ -103,11 +105,16 @@ def build_warm_engine(
         if has_lora:
             layout = layout_of(read_config(model_dir))
             if host_bytes is None:
-                sizes = row_bytes(layout, load.dtype.itemsize).items()
-                adapter_bytes = load.rank * sum(size for group, size in sizes if group != "embeddings")
+                num_on_host = num_on_host or (load.max_adapters if load.expert_rank else None)
+                adapter_bytes = sum(_adapter_bytes(load, layout))
                 host_bytes = 1 << 30 if num_on_host is None else int(1.05 * (num_on_host + 8) * adapter_bytes)
             adapters = FakeAdapters(
-                layout, load.rank, load.dtype, budget_bytes=host_bytes, is_pinned=load.device != "cpu"
+                layout,
+                load.rank,
+                load.dtype,
+                expert_rank=load.expert_rank,
+                budget_bytes=host_bytes,
+                is_pinned=load.device != "cpu",
             )
             sources["adapters"], adapter_rows = adapters, adapters.rows
         engine = build_engine(config_for(load, model_dir, has_lora), **sources)
@@ -123,6 +130,15 @@ def build_warm_engine(
     return WarmEngine(engine, load, adapter_rows, built - started, warm - built)
 
 
+def _adapter_bytes(load: EngineLoad, layout: BaseLayout) -> tuple[int, int]:
+    """Device bytes of one adapter's rows: those of all projections but experts, and those of experts."""
+    sizes = row_bytes(layout, load.dtype.itemsize)
+    num_experts = max((experts.num for experts in layout.experts), default=1)
+    num_rows = -(-load.rank // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
+    of_layers = num_rows * sum(size for group, size in sizes.items() if group not in ("embeddings", "experts"))
+    return of_layers, load.expert_rank * num_experts * sizes.get("experts", 0)
+
+
 def config_for(load: EngineLoad, model_dir: Path, has_lora: bool) -> EngineConfig:
     """Budgets that hold the whole load at once."""
     config = read_config(model_dir)
@@ -130,8 +146,10 @@ def config_for(load: EngineLoad, model_dir: Path, has_lora: bool) -> EngineConfi
     block = default_block_size_tokens(load.device)
     num_tokens = load.num_requests * (load.num_prompt_tokens + load.num_output_tokens + 2 * block)
     num_tokens += 2 * load.long_prompt_tokens + load.token_budget + block
-    per_row = sum(size for group, size in row_bytes(layout, load.dtype.itemsize).items() if group != "embeddings")
-    num_rows = (load.max_adapters + 1) * -(-load.rank // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
+    of_layers, of_experts = _adapter_bytes(load, layout)
+    all_rows = (load.max_adapters + 1) * max(of_layers / (1 - EMBEDDINGS_SHARE), of_experts)
+    if layout.experts:
+        all_rows /= EXPERTS_SHARE
     fields: dict[str, Any] = {
         "device": load.device,
         "dtype": "bfloat16" if load.dtype == torch.bfloat16 else "float32",
@@ -139,7 +157,7 @@ def config_for(load: EngineLoad, model_dir: Path, has_lora: bool) -> EngineConfi
         "max_sequences": load.num_requests,
         "kv_bytes": num_tokens * kv_bytes_per_token(spec, load.dtype),
         # Tables of ranks and scalings are far below the last 5 %.
-        "row_bytes": int(1.05 * num_rows * per_row / (1 - EMBEDDINGS_SHARE)) if has_lora else 0,
+        "row_bytes": int(1.05 * all_rows) if has_lora else 0,
         "block_size_tokens": block,
         # With the cache, where the model has states.
         "state_cache_bytes": load.num_requests * state_bytes_per_line(spec, load.dtype),

@@ -207,28 +207,37 @@ _POOL_NUMBERS = 1 << 26
 
 
 class FakeAdapters(HostTier):
-    """A host tier that makes its adapters up: rank `rank` on every projection of every layer, another one by digest.
+    """A host tier that makes its adapters up: rank `rank` on every projection of every layer, another one by digest;
+    rank `expert_rank` on every expert, and none at 0.
 
     All are cut out of one pool of random numbers at places that follow from the digest: the loader copies them into a
     slab when they are asked for, as it would from a file in the page cache.
     """
 
     def __init__(
-        self, layout: BaseLayout, rank: int, dtype: torch.dtype, *, budget_bytes: int = 1 << 30, is_pinned: bool = False
+        self,
+        layout: BaseLayout,
+        rank: int,
+        dtype: torch.dtype,
+        *,
+        expert_rank: int = 0,
+        budget_bytes: int = 1 << 30,
+        is_pinned: bool = False,
     ) -> None:
         super().__init__(Path(), layout, budget_bytes, dtype=dtype, is_pinned=is_pinned)
         self._of_layout, self._of_dtype = layout, dtype
-        projections = [
-            projection for projection in layout.projections if projection.group not in ("embeddings", "experts")
-        ]
+        num_experts = max((experts.num for experts in layout.experts), default=1)
+        left_out = ("embeddings",) if expert_rank else ("embeddings", "experts")
+        projections = [projection for projection in layout.projections if projection.group not in left_out]
+        ranks = {one.group: expert_rank * num_experts if one.group == "experts" else rank for one in projections}
         self._shapes = [
-            ModuleShape(piece.module, rank, projection.in_features, piece.out_features, 1.0)
+            ModuleShape(piece.module, ranks[projection.group], projection.in_features, piece.out_features, 1.0)
             for projection in projections
             for piece in projection.slices
         ]
-        self.rows: dict[str, int] = {projection.group: rank for projection in projections}
-        widest = max(max(one.in_features, one.out_features) for one in self._shapes)
-        size = max(min(_POOL_NUMBERS, 64 * rank * widest), rank * widest)
+        self.rows: dict[str, int] = dict(ranks.items())
+        largest = max(one.rank * max(one.in_features, one.out_features) for one in self._shapes)
+        size = max(min(_POOL_NUMBERS, 64 * largest), largest)
         generator = torch.Generator().manual_seed(_ADAPTER_SEED)
         self._pool = torch.empty(size, dtype=dtype).normal_(std=_STANDARD_DEVIATION, generator=generator)
 
