@@ -11,6 +11,7 @@ Tokens do not see each other: what a row of padding holds, NaN say, harms no oth
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 
 from kernels.activation import Activation
 from kernels.expert_lora.ops import Pairs, expert_lora
+from kernels.linear.quantised import Quantised, dequantise
 from kernels.lora.maps import LoraMaps, LoraStack
 from kernels.platform import in_use
 
@@ -33,6 +35,7 @@ class PackedExperts:
     activation      of the gate, as in `kernels.swiglu.ops`
     biases          [num_experts, 2 * size] of gate_up and [num_experts, hidden_size] of down, in dtype; None: none
     nbytes          memory held
+    holds_codes     the weights are quantised, and held so
     """
 
     gate_up: Any
@@ -45,6 +48,7 @@ class PackedExperts:
     nbytes: int
     activation: Activation = "silu"
     biases: tuple[torch.Tensor, torch.Tensor] | None = None
+    holds_codes: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,9 +85,41 @@ def pack_experts(
     assert gate_up.dtype == down.dtype, "the weights are of one dtype"
     assert gate_up.is_contiguous() and down.is_contiguous(), "the weights are contiguous"
     packed: PackedExperts = _module(in_use(gate_up.device).implementations["experts"]).pack_experts(gate_up, down)
+    return _completed(packed, biases, activation)
+
+
+def pack_quantised(
+    gate_up: Sequence[Quantised],
+    down: Sequence[Quantised],
+    dtype: torch.dtype,
+    *,
+    biases: tuple[torch.Tensor, torch.Tensor] | None = None,
+    activation: Activation = "silu",
+) -> PackedExperts:
+    """Pack the quantised weights of each expert, [2 * size, hidden_size] and [hidden_size, size], for inputs and
+    outputs of `dtype`; where the device has no kernel for their codes, dequantised. Keeps the weights' tensors, or
+    copies.
+
+    biases, activation  as in `PackedExperts`
+    """
+    module = _module(in_use(down[0].codes.device).implementations["experts"])
+    packed: PackedExperts | None = None
+    if hasattr(module, "pack_quantised"):
+        packed = module.pack_quantised(gate_up, down, dtype)
+    if packed is None:
+        values = (torch.stack([dequantise(weight, dtype) for weight in weights]) for weights in (gate_up, down))
+        return pack_experts(*values, biases=biases, activation=activation)
+    return _completed(packed, biases, activation)
+
+
+def _completed(
+    packed: PackedExperts, biases: tuple[torch.Tensor, torch.Tensor] | None, activation: Activation
+) -> PackedExperts:
+    """With what all implementations hold alike."""
     if biases is None:
         return replace(packed, activation=activation)
-    assert biases[0].shape == gate_up.shape[:2] and biases[1].shape == down.shape[:2], "the biases do not fit"
+    shapes = [(packed.num_experts, size) for size in (2 * packed.size, packed.hidden_size)]
+    assert [bias.shape for bias in biases] == shapes, "the biases do not fit"
     nbytes = packed.nbytes + sum(bias.nbytes for bias in biases)
     return replace(packed, activation=activation, biases=biases, nbytes=nbytes)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -17,6 +17,8 @@ NF4 = (
     *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
 NF4_BLOCK = 64
+# Values of 4-bit floats, e2m1, as MXFP4 has them.
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 # The largest values of codes in 8 bits.
 _MOST = {"fp8": 448.0, "int8": 127.0}
 # Values that are computed in float32 at a time.
@@ -30,7 +32,7 @@ class Quantised:
 
     codes    int8 or float8_e4m3fn [out, in]; or uint8 [out, in / 2]: two 4-bit codes a byte, the even input in the low
              nibble
-    scales   float32 [out, in / group]
+    scales   float32 [out, in / group], or float8_e8m0fnu: powers of two (MXFP4)
     offsets  float32 as scales, or None. Zero points become offsets = -zero * scale, which is exact in float32
     table    float32 [16]: values of 4-bit codes (nf4, e2m1); None: the code itself, 0 to 15
     group    inputs that share a scale; in_features: one scale per row
@@ -52,11 +54,21 @@ class Quantised:
     def in_features(self) -> int:
         return self.codes.shape[1] * (2 if self.codes.dtype == torch.uint8 else 1)
 
-    def to(self, device: torch.device) -> Quantised:
-        """The same weight there, its tensors contiguous; those that lie there so are not copied."""
+    @property
+    def nbytes(self) -> int:
+        parts = (self.codes, self.scales, self.offsets, self.table, self.order)
+        return sum(part.nbytes for part in parts if part is not None)
+
+    def rows(self, chosen: torch.Tensor | slice) -> Quantised:
+        """The weight of these outputs: views of a slice, else copies of the places int64 [rows]."""
+        offsets = None if self.offsets is None else self.offsets[chosen]
+        return replace(self, codes=self.codes[chosen], scales=self.scales[chosen], offsets=offsets)
+
+    def to(self, device: torch.device, *, copy: bool = False) -> Quantised:
+        """The same weight there, its tensors contiguous; those that lie there so are copied with `copy` alone."""
         optional = (None if part is None else part.to(device) for part in (self.offsets, self.table, self.order))
         offsets, table, order = optional
-        codes, scales = self.codes.to(device).contiguous(), self.scales.to(device).contiguous()
+        codes, scales = (part.to(device, copy=copy).contiguous() for part in (self.codes, self.scales))
         return Quantised(codes, scales, offsets, table, self.group, order)
 
 
@@ -67,7 +79,7 @@ def dequantise(weight: Quantised, dtype: torch.dtype) -> torch.Tensor:
     for first in range(0, weight.out_features, num_rows):
         rows = slice(first, first + num_rows)
         grouped = _code_values(weight, rows).view(-1, weight.in_features // weight.group, weight.group)
-        values = grouped * weight.scales[rows, :, None]
+        values = grouped * weight.scales[rows, :, None].float()
         if weight.offsets is not None:
             values += weight.offsets[rows, :, None]
         flat = values.view(-1, weight.in_features)
@@ -83,8 +95,10 @@ def _code_values(weight: Quantised, rows: slice) -> torch.Tensor:
     codes = weight.codes[rows]
     if codes.dtype != torch.uint8:
         return codes.float()
-    nibbles = torch.stack((codes & 15, codes >> 4), dim=-1).view(codes.shape[0], -1)
-    return nibbles.float() if weight.table is None else weight.table[nibbles.long()]
+    table = torch.arange(16.0, device=codes.device) if weight.table is None else weight.table
+    # Both codes of a byte at once, which on a CPU is five times as fast as one after the other.
+    pairs = torch.stack((table.repeat(16), table.repeat_interleave(16)), dim=1)
+    return functional.embedding(codes.int(), pairs).flatten(1)
 
 
 def quantise(weight: torch.Tensor, kind: Literal["fp8", "int8", "nf4"]) -> Quantised:

@@ -269,9 +269,9 @@ REFUSED: dict[str, tuple[str, Callable[[dict[str, Any]], dict[str, Any]], str]] 
         lambda config: {
             "model_type": "qwen3_5",
             "text_config": config,
-            "quantization_config": {"quant_method": "mxfp4"},
+            "quantization_config": {"quant_method": "quip"},
         },
-        "quant_method 'mxfp4'; served are",
+        "quant_method 'quip'; served are",
     ),
     "quantised-inside": (
         "qwen3_5_text",

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from kernels.linear.quantised import Quantised, dequantise, quantise
@@ -24,7 +25,14 @@ from service.models.spec.config_json import read_config
 from service.text.tokenizer import TextTokenizer
 from tests.models.test_parity import assert_parity
 from tests.support.engine.engine_parity import Oracle, answers_of, assert_greedy, make_requests, make_world
-from tests.support.models.quantised_models import FORMATS, ONLINE, make_gguf, make_quantised, make_quantised_online
+from tests.support.models.quantised_models import (
+    FORMATS,
+    ONLINE,
+    make_gguf,
+    make_mxfp4,
+    make_quantised,
+    make_quantised_online,
+)
 from tests.support.models.tiny_models import DEQUANTISED, LINEAR_MODULES
 
 FIXTURE = Path(__file__).with_name("quantised_fixture.safetensors")
@@ -236,6 +244,49 @@ def test_adapters_of_other_families(family: str, form: str, tmp_path: Path) -> N
         assert_greedy(oracle, request, answers[request.name].tokens)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_mxfp4_experts_are_those_that_transformers_dequantises(
+    dtype: torch.dtype, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model_dir = make_mxfp4("gpt_oss", tmp_path, dtype=dtype)
+    config = transformers.Mxfp4Config(dequantize=True)
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, quantization_config=config)
+    plain, spec = oracle.state_dict(), model_spec(read_config(model_dir))
+    with open_checkpoint(model_dir) as checkpoint:
+        found = compare(spec, checkpoint)
+        assert (found.faults, found.unexpected) == ((), ())
+        for name, shape in spec.tensors(checkpoint).items():
+            assert torch.equal(checkpoint.tensor(name, shape).to(dtype), plain[name]), name
+    if dtype == torch.float32:  # rounded to bfloat16, a token takes another expert
+        with caplog.at_level("INFO"):
+            assert_parity(model_dir, "cpu", dtype)
+        assert "quantised weights: 3 in their codes" in caplog.text
+
+
+def test_experts_in_codes_take_the_bytes_of_their_file(tmp_path: Path) -> None:
+    model_dir = make_mxfp4("gpt_oss", tmp_path)
+    in_codes, in_floats = load_model(model_dir), load_model(model_dir, weights="bf16")
+    assert str(model_dir) not in Path("/proc/self/maps").read_text(), "codes lie in memory of their own"
+    stored = load_file(model_dir / "model.safetensors")
+    num_values = sum(2 * part.numel() for name, part in stored.items() if name.endswith("_blocks"))
+    tables = 4 * 16 * 2 * 7 * len(in_codes.spec.layers)  # of values, for each weight
+    assert in_floats.num_weight_bytes - in_codes.num_weight_bytes == num_values * 4 - num_values * 17 // 32 - tables
+
+
+def test_adapters_of_experts_in_mxfp4_answer_as_peft_on_the_dequantised_weights(tmp_path: Path) -> None:
+    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    specs: dict[str, dict[str, Any]] = {
+        "experts": {"rank": 2, "target_modules": ["q_proj"], "target_parameters": parameters},
+        "down": {"rank": 3, "target_modules": [], "target_parameters": parameters[1:]},
+        "attention": {"rank": 8, "target_modules": ["q_proj", "v_proj"]},
+    }
+    world = make_world("gpt_oss", tmp_path, "cpu", specs=specs, make_model=make_mxfp4)
+    requests = make_requests(world, 8, max_prompt=20)
+    answers, oracle = answers_of(world, requests, num_rows=64), Oracle(world)
+    for request in requests:
+        assert_greedy(oracle, request, answers[request.name].tokens)
+
+
 def test_descriptions_of_msmodelslim(tmp_path: Path) -> None:
     """W8A8_DYNAMIC beside what stays in floats, of files that the tool names; config.json knows nothing of it."""
     model_dir = make_quantised("int8", "llama", tmp_path, num_hidden_layers=2)
@@ -339,3 +390,40 @@ def test_what_cannot_be_read_is_refused_by_a_sentence(case: str, tmp_path: Path)
     with pytest.raises(ModelError) as caught:
         load_model(model_dir)
     assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("form", ["awq", "gptq", "packed"])
+def test_a_scale_of_zero_stands_over_a_group_of_zeros_alone(form: str, tmp_path: Path) -> None:
+    """As tools store rows of padding; over other codes values were lost."""
+    model_dir = make_quantised(form, "llama", tmp_path, num_hidden_layers=2)
+    scales, codes = ("weight_scale", "weight_packed") if form == "packed" else ("scales", "qweight")
+    along = 0 if form == "packed" else 1
+    tensor(lambda values: values.index_fill(along, torch.tensor([0]), 0), scales)(model_dir)
+    with pytest.raises(ModelError, match="scale is 0 over codes that say otherwise"):
+        load_model(model_dir)
+    same = {"awq": 0x33333333, "gptq": 0x33333333, "packed": -0x77777778}[form]
+    tensor(lambda values: values.index_fill(along, torch.tensor([0]), same), codes)(model_dir)
+    with open_checkpoint(model_dir) as checkpoint:
+        weight = checkpoint.tensor(f"{Q_PROJ}.weight", (96, 48))
+    assert not weight[0].any() and weight[-1].any()
+
+
+MXFP4_FAULTS: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor | None], str, str]] = {
+    "nan": (lambda scales: scales.index_fill(0, torch.tensor([3]), 255), "scales", "scale is NaN or infinite"),
+    "no-scales": (lambda _: None, "scales", "_scales is missing"),
+    "cut": (shorter, "blocks", "calls for [7, 192, 2, 16]"),
+    "float": (lambda codes: codes.float(), "blocks", "is F32, and must be U8"),
+}
+
+
+@pytest.mark.parametrize("fault", MXFP4_FAULTS)
+def test_mxfp4_that_cannot_be_read_is_refused_by_a_sentence(fault: str, tmp_path: Path) -> None:
+    change, suffix, words = MXFP4_FAULTS[fault]
+    model_dir = make_mxfp4("gpt_oss", tmp_path, num_hidden_layers=2)
+    tensors, name = load_file(model_dir / "model.safetensors"), "model.layers.1.mlp.experts.gate_up_proj"
+    changed = change(tensors.pop(f"{name}_{suffix}"))
+    rest = {} if changed is None else {f"{name}_{suffix}": changed}
+    save_file(tensors | rest, model_dir / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError) as caught:
+        load_model(model_dir)
+    assert words in str(caught.value) and name in str(caught.value) and "\n" not in str(caught.value)

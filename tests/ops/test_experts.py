@@ -6,6 +6,7 @@ torch's grouped products run on a CPU too, in the same calls as on a GPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ import torch
 from kernels.expert_lora import reference as expert_lora_reference
 from kernels.expert_lora.ops import Pairs, expert_lora
 from kernels.experts import grouped, reference
-from kernels.experts.ops import ExpertAdapters, experts, pack_experts, route
+from kernels.experts.ops import ExpertAdapters, experts, pack_experts, pack_quantised, route
+from kernels.linear.quantised import E2M1, Quantised, dequantise
 from kernels.platform import in_use, installed
 from kernels.shapes import ProbeShapes
 from tests.support.engine.replay import Recording
@@ -93,6 +95,55 @@ def test_biases_and_the_clamped_gate_of_experts(dtype: torch.dtype, device: str)
     absolute, relative = OP[dtype]
     scale = float(expected.abs().max())
     torch.testing.assert_close(found.double().cpu(), expected, atol=2 * scale * absolute, rtol=2 * relative)
+
+
+FORMS = {
+    "fp8": (torch.float8_e4m3fn, None),
+    "int8": (torch.int8, None),
+    "int4": (torch.uint8, None),
+    "mxfp4": (torch.uint8, E2M1),
+}
+
+
+def quantised(form: str, out_features: int, in_features: int, device: str) -> Quantised:
+    """Random codes in groups of 32 inputs, of about normal size."""
+    (codes_dtype, table), generator = FORMS[form], torch.Generator().manual_seed(out_features)
+    shape = (out_features, in_features)
+    if codes_dtype == torch.float8_e4m3fn:
+        codes = torch.randn(shape, generator=generator).to(codes_dtype)
+    else:
+        columns = in_features // 2 if codes_dtype == torch.uint8 else in_features
+        low, high = (0, 256) if codes_dtype == torch.uint8 else (-127, 128)
+        codes = torch.randint(low, high, (out_features, columns), generator=generator).to(codes_dtype)
+    size = {"fp8": 1.0, "int8": 1 / 64, "int4": 1 / 4, "mxfp4": 1 / 4}[form] * in_features**-0.5
+    scales = (torch.rand(out_features, in_features // 32, generator=generator) + 0.5) * size
+    if form == "mxfp4":
+        scales = (2 ** scales.log2().round()).to(torch.float8_e8m0fnu)
+    offsets = -8 * scales if form == "int4" else None
+    values = None if table is None else torch.tensor(table)
+    return Quantised(codes, scales, offsets, values, 32, None).to(torch.device(device))
+
+
+@pytest.mark.usefixtures("serving")
+@DTYPES
+@pytest.mark.parametrize("form", FORMS)
+def test_experts_in_codes_are_those_of_the_dequantised_weights(form: str, dtype: torch.dtype, device: str) -> None:
+    """The last token is padding. Where codes have no kernel, they are dequantised when they are packed."""
+    num_experts, _, hidden_size, size = sizes = (7, 3, 64, 96)
+    gate_up = [quantised(form, 2 * size, hidden_size, device) for _ in range(num_experts)]
+    down = [quantised(form, hidden_size, size, device) for _ in range(num_experts)]
+    first, second = torch.randn(num_experts, 2 * size), torch.randn(num_experts, hidden_size)
+    biases = (first.to(device, dtype), second.to(device, dtype))
+    weights = [torch.stack([dequantise(weight, dtype) for weight in both]) for both in (gate_up, down)]
+    for num_tokens in (1, 2, 40):
+        x, chosen, shares = make_tokens(sizes, num_tokens + 1, dtype, device)
+        x[-1], shares[-1] = torch.nan, torch.nan
+        truth = replace(reference.pack_experts(*weights), biases=biases)
+        expected = reference.experts(x[:-1], chosen[:-1], shares[:-1], truth)
+        found = experts(x, chosen, shares, pack_quantised(gate_up, down, dtype, biases=biases))[:-1]
+        absolute, relative = OP[dtype]
+        assert found.dtype == dtype and found.is_contiguous()
+        torch.testing.assert_close(found.double(), expected.double(), atol=absolute, rtol=relative)
 
 
 def test_corrections_move_the_choice_alone() -> None:

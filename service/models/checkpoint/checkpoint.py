@@ -18,7 +18,7 @@ from adapters.peft.module_names import tail_of
 from kernels.linear.quantised import Quantised, dequantise
 from service.models.checkpoint import quantised
 from service.models.checkpoint.gguf_checkpoint import GgufCheckpoint
-from service.models.checkpoint.quantised import FLOATS, Header, Sizes
+from service.models.checkpoint.quantised import EXPERT_SUFFIXES, FLOATS, Header, Sizes
 from service.models.errors import ModelError
 from service.models.gguf_file import LINK
 from service.models.spec.config_json import read_config
@@ -49,7 +49,8 @@ class Checkpoint:
     Files name the model around a tensor as it was called when they were written, so a name that they do not have stands
     for the one tensor that is called so below another model (`adapters.peft.module_names.tail_of`).
 
-    The weight of a quantised module has the name of any other, "... .q_proj.weight", whatever its tensors are called.
+    The weight of a quantised module has the name of any other, "... .q_proj.weight", whatever its tensors are called;
+    so have quantised experts in one tensor.
     """
 
     def __init__(self, model_dir: Path, quantisation: Quantisation | None = None) -> None:
@@ -78,10 +79,13 @@ class Checkpoint:
         """The tensor as it is stored, perhaps still in the memory map; a quantised weight in float32. Raises
         ModelError."""
         weight = self.weight(name, shape)
-        return dequantise(weight, torch.float32) if isinstance(weight, Quantised) else weight
+        if not isinstance(weight, Quantised):
+            return weight
+        values = dequantise(weight, torch.float32)
+        return values if len(shape) == 2 else values.view(shape[0], shape[2], shape[1]).transpose(1, 2)
 
     def weight(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | Quantised:
-        """As `tensor`, with a quantised weight in its codes. Raises ModelError."""
+        """As `tensor`, with a quantised weight in its codes: of experts, [num_experts * out, in]. Raises ModelError."""
         found = self._layout(name, shape)
         if found is None:
             self._check(name, shape)
@@ -123,23 +127,25 @@ class Checkpoint:
         """How the weight of a quantised module is stored, once its tensors' headers are checked; None for any other
         tensor. Raises ModelError."""
         parts = self._parts(name)
-        if self._quantisation is None or not parts or len(shape) != 2:
+        if self._quantisation is None or not parts or len(shape) not in (2, 3):
             return None
         headers = {suffix: self._header(stored) for suffix, stored in parts.items()}
         with _naming(name):
             layout = quantised.find_layout(headers, self._quantisation)
             if layout is None:
                 return None
-            sizes = Sizes(*shape, headers, self._quantisation)
+            num_experts, inputs, outputs = shape if len(shape) == 3 else (1, shape[1], shape[0])
+            sizes = Sizes(outputs, inputs, headers, self._quantisation, num_experts)
             quantised.check(layout, sizes)
         return layout, sizes
 
     def _parts(self, name: str) -> dict[str, str]:
         """Stored tensors of the module whose weight is called `name`, by suffix; of models that are quantised."""
-        if self._quantisation is None or not name.endswith(".weight"):
+        if self._quantisation is None:
             return {}
-        module = name.removesuffix("weight")
-        found = ((suffix, self._stored(module + suffix)) for suffix in quantised.SUFFIXES)
+        suffixes = quantised.SUFFIXES if name.endswith(".weight") else EXPERT_SUFFIXES
+        module = name.removesuffix("weight") if name.endswith(".weight") else name
+        found = ((suffix, self._stored(module + suffix)) for suffix in suffixes)
         return {suffix: stored for suffix, stored in found if stored is not None}
 
     def _header(self, stored: str) -> Header:

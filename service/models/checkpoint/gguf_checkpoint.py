@@ -85,10 +85,7 @@ class GgufCheckpoint:
         weight = _READERS[place.kind](octets.view(shape[0], -1, _block_bytes(place)))
         if not bool(torch.isfinite(weight.scales).all()):
             raise ModelError(f"tensor {stored} of {self._path} has a scale that is NaN or infinite: download it again")
-        if order is None:
-            return weight
-        offsets = None if weight.offsets is None else weight.offsets[order]
-        return Quantised(weight.codes[order], weight.scales[order], offsets, None, weight.group, None)
+        return weight if order is None else weight.rows(order)
 
     def dtype(self, name: str) -> str:
         """ "bfloat16" of what is quantised, else the stored one."""

@@ -13,12 +13,15 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.linear.quantised import Quantised, in_flat_blocks, pack_nibbles
+from kernels.linear.quantised import E2M1, Quantised, in_flat_blocks, pack_nibbles
 from service.models.errors import ModelError
 from service.models.spec.quantisation import Quantisation
 
 FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _INT32 = ("I32",)
+MXFP4_BLOCK = 32
+# Behind the name of a tensor of all experts, instead of behind a module's.
+EXPERT_SUFFIXES = ("_blocks", "_scales")
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the nibble of output n is, in a word of eight outputs
 
 
@@ -32,12 +35,14 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """A module's weight [outputs, inputs] beside its headers by suffix, and what config.json says."""
+    """A module's weight [outputs, inputs], or one of so many experts, beside its headers by suffix, and what
+    config.json says."""
 
     outputs: int
     inputs: int
     headers: Mapping[str, Header]
     config: Quantisation
+    experts: int = 1
 
     def need(self, suffix: str, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> None:
         """Raises ModelError unless the tensor is there, of one of the dtypes and, where any are given, shapes."""
@@ -111,19 +116,22 @@ def read(layout: str, sizes: Sizes, tensors: Mapping[str, torch.Tensor]) -> Quan
     """The weight of a module whose headers were checked. Raises ModelError for values that cannot be."""
     weight = LAYOUTS[layout].read(sizes, tensors)
     for values in (weight.scales, weight.offsets):
-        if values is not None and not bool(torch.isfinite(values).all()):
+        if values is not None and not bool(torch.isfinite(values.float()).all()):
             raise ModelError("a scale is NaN or infinite: download it again")
-    if layout != "bnb4" and not bool(weight.scales.all()) and _loses(weight):
-        raise ModelError("a scale is 0 over codes that are not: download it again")
+    if layout not in ("bnb4", "mxfp4") and not bool(weight.scales.all()) and _loses(weight):
+        raise ModelError("a scale is 0 over codes that say otherwise: download it again")
     return weight
 
 
 def _loses(weight: Quantised) -> bool:
-    """Whether a scale of 0 stands over codes that are not 0."""
+    """Whether a scale of 0 stands over codes that are not 0; of 4 bits, over codes that are not all alike: the zero
+    point of a group of zeros, by which tools store zero rows, may be any."""
     rows, groups = (weight.scales == 0).nonzero(as_tuple=True)
-    if weight.codes.dtype == torch.uint8:
-        return True
-    return bool(weight.codes.view(weight.out_features, -1, weight.group)[rows, groups].float().any())
+    codes = weight.codes.view(weight.out_features, weight.scales.shape[1], -1)[rows, groups]
+    if weight.codes.dtype != torch.uint8:
+        return bool(codes.float().any())
+    nibbles = torch.cat((codes & 15, codes >> 4), dim=1)
+    return bool((nibbles != nibbles[:, :1]).any())
 
 
 def _has(name: str, layout: Layout, headers: Mapping[str, Header]) -> bool:
@@ -375,6 +383,24 @@ def _read_bnb8(sizes: Sizes, tensors: Mapping[str, torch.Tensor]) -> Quantised: 
     return Quantised(tensors["weight"], (tensors["SCB"] / 127)[:, None], None, None, tensors["weight"].shape[1], None)
 
 
+# ---- MXFP4: experts of a layer in one tensor, in blocks of 32 inputs with a power of two each
+
+
+def _check_mxfp4(sizes: Sizes) -> None:
+    num_blocks = sizes.inputs // MXFP4_BLOCK
+    if sizes.inputs % MXFP4_BLOCK:
+        raise ModelError(f"blocks of {MXFP4_BLOCK} inputs do not divide {sizes.inputs}, which is not served")
+    shape = (sizes.experts, sizes.outputs, num_blocks)
+    sizes.need("_blocks", ("U8",), (*shape, MXFP4_BLOCK // 2))
+    sizes.need("_scales", ("U8",), shape)
+
+
+def _read_mxfp4(sizes: Sizes, tensors: Mapping[str, torch.Tensor]) -> Quantised:
+    codes = tensors["_blocks"].reshape(-1, sizes.inputs // 2)
+    scales = tensors["_scales"].reshape(len(codes), -1).view(torch.float8_e8m0fnu)
+    return Quantised(codes, scales, None, torch.tensor(E2M1), MXFP4_BLOCK, None)
+
+
 _SCALED = ("weight", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_offset")
 # For rounded activations, which are not rounded here.
 _LEFT = ("input_scale", "input_offset", "deq_scale", "quant_bias", "input_zero_point", "input_global_scale")
@@ -393,7 +419,8 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "awq": Layout("qweight", _check_awq, _read_awq, ("qweight", "qzeros", "scales")),
     "gptq": Layout("qweight", _check_gptq, _read_gptq, ("qweight", "qzeros", "scales", "g_idx")),
+    "mxfp4": Layout("_blocks", _check_mxfp4, _read_mxfp4, EXPERT_SUFFIXES),
     "fp8": Layout("weight", _check_scaled, _read_scaled, _SCALED_KNOWN),
     "int8": Layout("weight", _check_scaled, _read_scaled, _SCALED_KNOWN),
 }
-SUFFIXES = tuple(dict.fromkeys(suffix for layout in LAYOUTS.values() for suffix in layout.known))
+SUFFIXES = tuple(dict.fromkeys(s for name, layout in LAYOUTS.items() if name != "mxfp4" for s in layout.known))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from adapters.layout import BaseLayout
-from kernels.activation import Activation
-from kernels.experts.ops import PackedExperts, pack_experts
+from kernels.experts import ops as expert_ops
+from kernels.experts.ops import PackedExperts
 from kernels.linear.ops import PackedWeight, pack_quantised, pack_weight
 from kernels.linear.quantised import Quantised, dequantise, joined, quantise
 from service.models.checkpoint.checkpoint import TensorSource
@@ -27,7 +27,7 @@ class Weights:
     num_bytes    bytes handed out so far, as they are held
     projections  linear projections handed out so far, in order
     num_codes, num_held_codes
-                 projections whose weights are quantised, and those of them that are held so
+                 projections and layers of experts whose weights are quantised, and those of them that are held so
     """
 
     def __init__(
@@ -105,7 +105,10 @@ class Weights:
         down. Raises ModelError."""
         shapes = dict(zip(("gate_up_proj", "down_proj"), moe.packed_shapes(hidden_size), strict=True))
         if moe.interleaved:
-            return self._interleaved_experts(name, moe.activation)
+            return self._interleaved_experts(name, moe)
+        codes = self._expert_codes(name, moe)
+        if codes is not None:
+            return self._hold_experts(expert_ops.pack_quantised(*codes, self.dtype, activation=moe.activation), True)
         if all(f"{name}.{part}" in self._shapes for part in shapes):
             gate_up, down = (self._join([self._stored(f"{name}.{part}")]).contiguous() for part in shapes)
         else:
@@ -115,23 +118,47 @@ class Weights:
                 parts = {"gate_proj": gate, "up_proj": up, "down_proj": down[expert]}
                 for part, place in parts.items():
                     place.copy_(self._stored(f"{name}.{expert}.{part}.weight"))
-        packed = pack_experts(gate_up, down, activation=moe.activation)
-        self.num_bytes += packed.nbytes
-        return packed
+        return self._hold_experts(expert_ops.pack_experts(gate_up, down, activation=moe.activation), False)
 
-    def _interleaved_experts(self, name: str, activation: Activation) -> PackedExperts:
+    def _expert_codes(self, name: str, moe: MoeSpec) -> tuple[list[Quantised], list[Quantised]] | None:
+        """Gate and up, and down of each expert that is stored by itself; None unless all are quantised alike."""
+        if self._kind == "bf16" or f"{name}.0.gate_proj.weight" not in self._shapes:
+            return None
+        gate_up, down = [], []
+        for expert in range(moe.num_experts):
+            modules = (f"{name}.{expert}.{part}.weight" for part in ("gate_proj", "up_proj", "down_proj"))
+            weights = [self._checkpoint.weight(module, self._shapes[module]) for module in modules]
+            codes = [weight for weight in weights if isinstance(weight, Quantised)]
+            both = joined(codes[:2])
+            if len(codes) < len(weights) or both is None:
+                return None
+            gate_up.append(both.to(self.device))
+            down.append(codes[2].to(self.device, copy=True))
+        return gate_up, down
+
+    def _interleaved_experts(self, name: str, moe: MoeSpec) -> PackedExperts:
         """Those of `MoeSpec.interleaved`."""
 
         def parted(tensor: torch.Tensor) -> torch.Tensor:
             """Rows of gate before those of up, [num_experts, 2 * size, ...]."""
             return torch.cat((tensor[:, ::2], tensor[:, 1::2]), dim=1)
 
-        gate_up, down = (self._join([self._stored(f"{name}.{part}")]) for part in ("gate_up_proj", "down_proj"))
-        first, second = (self._join([self._stored(f"{name}.{part}_bias")]) for part in ("gate_up_proj", "down_proj"))
-        biases = parted(first), second.contiguous()
-        down = down.transpose(1, 2).contiguous()
-        packed = pack_experts(parted(gate_up.transpose(1, 2)), down, biases=biases, activation=activation)
+        names = [f"{name}.{part}" for part in ("gate_up_proj", "down_proj")]
+        first, second = (self._join([self._stored(f"{one}_bias")]) for one in names)
+        of_both: dict[str, Any] = {"biases": (parted(first), second.clone()), "activation": moe.activation}
+        gate_up, down = (self._checkpoint.weight(one, self._shapes[one]) for one in names)
+        if isinstance(gate_up, Quantised) and isinstance(down, Quantised) and self._kind != "bf16":
+            order = parted(torch.arange(gate_up.out_features).view(moe.num_experts, -1)).flatten()
+            codes = _each(gate_up.rows(order).to(self.device), moe.num_experts)
+            of_down = _each(down.to(self.device, copy=True), moe.num_experts)
+            return self._hold_experts(expert_ops.pack_quantised(codes, of_down, self.dtype, **of_both), True)
+        into, back = (self._join([self._stored(one)]).transpose(1, 2) for one in names)
+        return self._hold_experts(expert_ops.pack_experts(parted(into), back.contiguous(), **of_both), False)
+
+    def _hold_experts(self, packed: PackedExperts, is_quantised: bool) -> PackedExperts:
         self.num_bytes += packed.nbytes
+        self.num_codes += is_quantised
+        self.num_held_codes += packed.holds_codes
         return packed
 
     def tied_head(self, name: str, embedding: torch.Tensor) -> Projection:
@@ -177,3 +204,9 @@ class Weights:
     def _join(self, tensors: list[torch.Tensor]) -> torch.Tensor:
         tensors = [tensor.to(self.device, self.dtype) for tensor in tensors]
         return torch.cat(tensors) if len(tensors) > 1 else tensors[0]
+
+
+def _each(weight: Quantised, num_experts: int) -> list[Quantised]:
+    """The weight of each expert, of those of all one below the other."""
+    size = weight.out_features // num_experts
+    return [weight.rows(slice(first, first + size)) for first in range(0, weight.out_features, size)]

@@ -21,6 +21,7 @@ METHODS = (
     "gptq",
     "auto-round",
     "bitsandbytes",
+    "mxfp4",
     "msmodelslim",
 )
 KEYS = ("quantization_config", "compression_config")
@@ -72,6 +73,7 @@ def _read(given: Any, key: str) -> Quantisation:
         "gptq": _gptq,
         "auto-round": _auto_round,
         "bitsandbytes": _bitsandbytes,
+        "mxfp4": _mxfp4,
         "gguf": _gguf,
         "msmodelslim": _msmodelslim,
     }
@@ -152,6 +154,11 @@ def _auto_round(given: Mapping[str, Any]) -> Quantisation:
 
 def _bitsandbytes(given: Mapping[str, Any]) -> Quantisation:  # noqa: ARG001
     return Quantisation("bitsandbytes", ("bnb4", "bnb8"))
+
+
+def _mxfp4(given: Mapping[str, Any]) -> Quantisation:  # noqa: ARG001
+    """Experts alone, in blocks of 32."""
+    return Quantisation("mxfp4", ("mxfp4",))
 
 
 def _msmodelslim(given: Mapping[str, Any]) -> Quantisation:

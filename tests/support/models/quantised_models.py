@@ -266,6 +266,39 @@ def make_quantised(
     return directory
 
 
+MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"]}
+
+
+def make_mxfp4(family: str, directory: Path, *, dtype: torch.dtype = torch.float32, **overrides: Any) -> Path:
+    """Write a tiny gpt-oss whose experts are in MXFP4, as it is published; the twin's are dequantised by
+    transformers."""
+    from transformers.integrations.mxfp4 import FP4_VALUES, convert_moe_packed_tensors
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, **overrides}
+    make_tiny_model(family, directory, dtype=dtype, **sizes)
+    make_tiny_model(family, directory / DEQUANTISED, dtype=dtype, **sizes)
+    plain, values = load_file(directory / "model.safetensors"), torch.tensor(FP4_VALUES)
+    stored: Tensors = {}
+    for name, tensor in list(plain.items()):
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            stored[name] = tensor
+            continue
+        blocks = tensor.float().transpose(1, 2).unflatten(-1, (-1, 32))
+        powers = (blocks.abs().amax(-1, keepdim=True) / 6).log2().ceil()
+        powers[0, :2] = -127  # blocks that are next to nothing
+        codes = ((blocks / 2**powers)[..., None] - values).abs().argmin(-1).to(torch.uint8)
+        codes[1, :2] = 8  # and of negative zeros
+        stored[f"{name}_blocks"] = codes[..., ::2] | codes[..., 1::2] << 4
+        stored[f"{name}_scales"] = (powers[..., 0] + 127).to(torch.uint8)
+        plain[name] = convert_moe_packed_tensors(stored[f"{name}_blocks"], stored[f"{name}_scales"], dtype=dtype)
+    for folder, tensors in ((directory / DEQUANTISED, plain), (directory, stored)):
+        contiguous = {key: part.contiguous() for key, part in tensors.items()}
+        save_file(contiguous, folder / "model.safetensors", {"format": "pt"})
+    fields = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**fields, "quantization_config": MXFP4}))
+    return directory
+
+
 # `--weights`
 ONLINE = {"fp8": fp8_rows, "int8": int8, "nf4": nf4}
 
