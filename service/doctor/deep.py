@@ -28,6 +28,9 @@ from service.doctor.deep_report import ENDED, FAILED, DeepReport, Outcome
 from service.doctor.journal import Journal, JournalError, opened
 from service.doctor.plan import EVERYWHERE, STEPS, Step
 from service.doctor.supervise import run_step
+from service.models.errors import ModelError
+from service.models.gguf_directory import model_directory
+from service.models.gguf_file import LINK
 from service.settings import Settings, SettingsError, load_settings
 from service.version import server_version
 
@@ -75,8 +78,12 @@ def _settings(arguments: argparse.Namespace) -> Settings:
             f"There are no steps for the device '{settings.device}'; --device is one of {', '.join(EVERYWHERE)} (npu:1 "
             "the second one of its kind) or auto."
         )
-    _refuse_unreadable(settings.model_dir)
-    return settings
+    try:
+        served_dir = model_directory(settings.model_dir, settings.store_root / "gguf")
+    except ModelError as error:
+        raise _Refused(f"{error}.") from None
+    _refuse_unreadable(served_dir)
+    return settings.model_copy(update={"model_dir": served_dir})
 
 
 def _refuse_unreadable(model_dir: Path) -> None:
@@ -99,7 +106,7 @@ def _refuse_unreadable(model_dir: Path) -> None:
     except (OSError, ValueError, SafetensorError) as error:
         what = error.strerror if isinstance(error, OSError) else str(error)
         raise _Refused(f"The model in {model_dir} cannot be read: {at_work}: {what}.") from error
-    if not weights:
+    if not weights and not (model_dir / LINK).exists():
         raise _Refused(f"{model_dir} holds no weights: there is no *.safetensors in it.")
 
 

@@ -16,6 +16,7 @@ import pytest
 from service.doctor.journal import JournalError, opened
 from tests.doctor.conftest import BUNDLED, ROOT, Meeting
 from tests.support.limits import LIMIT_SECONDS
+from tests.support.models.quantised_models import make_gguf
 from tests.support.planted_checks import MAX_FILE_BYTES, NO_TEMPORARY_FILES
 
 
@@ -150,6 +151,7 @@ def test_a_step_that_cannot_be_started_costs_no_report(meeting: Meeting) -> None
         (["--model-dir", "unreadable"], "unreadable/model.safetensors: Is a directory."),
         (["--model-dir", "empty"], "empty holds no weights"),
         (["--model-dir", "cut-short"], "cut-short cannot be read: cut-short/model.safetensors: Error while"),
+        (["--model-dir", "cut-short.gguf"], "cut-short.gguf is cut or no GGUF file: download it again."),
         (["--model-dir", "links"], "links/model.safetensors is a link to a file that is not here"),
         (["--report-dir", "begun/below"], "The report's directory begun/below cannot be written: Not a directory"),
         (["--resume"], "There is no report in doctor-report to go on with"),
@@ -166,6 +168,7 @@ def test_bad_input_is_refused_in_a_sentence(meeting: Meeting, flags: list[str], 
     (meeting.directory / "unreadable" / "model.safetensors").mkdir()
     # As of a model in Hugging Face's cache of which a container has the snapshot alone.
     (meeting.directory / "links" / "model.safetensors").symlink_to("../../blobs/0")
+    (meeting.directory / "cut-short.gguf").write_bytes(b"GGUF")
     whole = (BUNDLED / "model.safetensors").read_bytes()
     (meeting.directory / "cut-short" / "model.safetensors").write_bytes(whole[:-1])  # as by a download
     code, out, err = meeting.run("works", *flags)
@@ -290,3 +293,9 @@ def test_a_command_that_is_to_outlive_its_terminal_does(meeting: Meeting) -> Non
         (meeting.directory / "gate").write_text("go on\n")
         command.communicate(timeout=LIMIT_SECONDS)
     assert (command.returncode, meeting.step("meets")["status"]) == (0, "ok")
+
+
+def test_a_gguf_file_is_examined_as_it_lies(meeting: Meeting) -> None:
+    make_gguf("Q8_0", "llama", meeting.directory)
+    assert meeting.run("works", "--model-dir", "tiny.gguf")[0] == 0
+    assert meeting.report["model"].endswith("/tiny") and "/gguf/" in meeting.report["model"]
