@@ -37,6 +37,8 @@ _OF_FAMILY: dict[tuple[str, torch.dtype], tuple[float, float]] = {
     # A token next to the border between two experts goes to the other one (transformers' own distance: 3.06, 0.186).
     ("qwen3_5_moe_text", torch.bfloat16): (6.1, 0.37),
     ("gpt_oss", torch.bfloat16): (1.4, 0.12),  # the same (0.69, 0.059)
+    # Twice the layers, and inputs of each (transformers' own distance: 0.356, 0.0495).
+    ("gemma4_text", torch.bfloat16): (0.71, 0.1),
     ("glm4_moe", torch.bfloat16): (2.3, 0.12),  # the same (1.17, 0.059)
     # Logits of standard deviation 2 (transformers' own distance: 0.238, 0.030).
     ("granitemoehybrid", torch.bfloat16): (0.47, 6e-2),

@@ -72,7 +72,7 @@ def own_norm(unit: torch.Tensor, weights: torch.Tensor, lines: torch.Tensor) -> 
 
 def own_head_norms(
     qkv: torch.Tensor,
-    weights: tuple[torch.Tensor, torch.Tensor],
+    weights: tuple[torch.Tensor, ...],
     num_heads: tuple[int, int],
     lines: torch.Tensor,
     eps: float,
@@ -80,7 +80,7 @@ def own_head_norms(
     """qkv [tokens, heads + 2 * kv_heads, head_dim] with its query and key heads x / sqrt(mean(x ** 2) + eps) times
     weights [lines, head_dim] float32 of each; fresh. The values are as they were.
 
-    num_heads  (heads, kv_heads)
+    num_heads  (heads, kv_heads); without kv_heads there are no keys and values, nor weights of keys
     """
     num_query, num_key = num_heads
     parts = qkv.split((num_query, num_key, num_key), dim=1)

@@ -93,8 +93,10 @@ _HOPPER = AttentionTable(
             (2, 64): TileConfig(16, 64, 3, 4),
             (2, 128): TileConfig(16, 32, 2, 4),
             (2, 256): TileConfig(16, 32, 3, 4),
+            (2, 512): TileConfig(16, 16, 2, 4),
             (4, 128): TileConfig(16, 32, 2, 8),
             (4, 256): TileConfig(16, 16, 2, 8),
+            (4, 512): TileConfig(16, 16, 1, 8),
         }
     ),
     mixed=MappingProxyType(
@@ -103,8 +105,10 @@ _HOPPER = AttentionTable(
             (2, 128): TileConfig(64, 64, 2, 4),
             # The tile of decode steps: 64 rows take 0.7 of its time for a chunk alone, but 1.5 to 1.8 beside decodes.
             (2, 256): TileConfig(16, 32, 3, 4),
+            (2, 512): TileConfig(16, 16, 2, 4),
             (4, 128): TileConfig(32, 32, 2, 8),
             (4, 256): TileConfig(16, 16, 2, 8),
+            (4, 512): TileConfig(16, 16, 1, 8),
         }
     ),
     chunks=MappingProxyType(
@@ -112,8 +116,10 @@ _HOPPER = AttentionTable(
             (2, 64): TileConfig(128, 64, 2, 4),
             (2, 128): TileConfig(128, 64, 2, 8),
             (2, 256): TileConfig(64, 32, 2, 8),
+            (2, 512): TileConfig(32, 32, 2, 8),
             (4, 128): TileConfig(32, 32, 2, 8),
             (4, 256): TileConfig(16, 16, 2, 8),
+            (4, 512): TileConfig(16, 16, 1, 8),
         }
     ),
     programs_per_core=4,

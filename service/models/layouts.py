@@ -63,7 +63,12 @@ def layout_of_spec(spec: ModelSpec) -> BaseLayout:
         ProjectionSpec(table, -1, "embeddings", "embedding", spec.vocab_size, (Slice(table, spec.hidden_size),))
     ]
     experts: list[Experts] = []
-    fixed: list[str] = []
+    if spec.layer_inputs is not None:
+        of_all = spec.layer_inputs.model_linear(spec.hidden_size, spec.num_layers)
+        pieces, name = _slices(spec.prefix, of_all.slices), spec.prefix + of_all.name
+        projections.append(ProjectionSpec(name, -1, of_all.group, "linear", of_all.in_features, pieces))
+    of_inputs = {} if spec.layer_inputs is None else spec.layer_inputs.model_tensors(spec.num_layers)
+    fixed = [spec.prefix + name for name in of_inputs]
     norms: list[Slice] = []
     splits: list[SplitModule] = []
     for index, layer in enumerate(spec.layers):
@@ -87,6 +92,7 @@ def layout_of_spec(spec: ModelSpec) -> BaseLayout:
             fixed += () if binds_router else (f"{router}.weight",)
         replaced = {f"{norm}.weight" for norm in layer.mixer.norms}
         fixed += (prefix + tensor for tensor in layer.mixer.tensors if tensor not in replaced)
+        fixed += () if layer.scalar is None else (prefix + layer.scalar,)
         norms += (Slice(prefix + norm, spec.hidden_size) for norm in layer.norms)
         norms += (Slice(prefix + norm, size) for norm, size in layer.mixer.norms.items())
     norms.append(Slice(f"{spec.prefix}{spec.final_norm}", spec.hidden_size))

@@ -74,6 +74,18 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2-tied": ("gemma2", {"tie_word_embeddings": True, "attn_logit_softcapping": 0.7}),
     "gemma3-cap": ("gemma3_text", {"attn_logit_softcapping": 2.0}),
     "gemma2-no-caps": ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    "gemma4-31B": (  # keys that are values too, no layer reads another's, and no inputs of layers
+        "gemma4_text",
+        {
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": 0,
+            "use_double_wide_mlp": False,
+            "attention_bias": True,
+        },
+    ),
+    "gemma4-shared-values": ("gemma4_text", {"attention_k_eq_v": True, "use_bidirectional_attention": "vision"}),
     "olmo3-rope": (
         "olmo3",
         {

@@ -142,8 +142,75 @@ def test_the_text_ends_where_its_own_config_says(
     assert set(TextTokenizer.load(tmp_path).eos_token_ids) == expected
 
 
+_GEMMA4_ROTATIONS = {
+    "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1e6, "rope_type": "proportional"},
+    "sliding_attention": {"rope_theta": 10_000.0, "rope_type": "default"},
+}
 # What config.json of published checkpoints says, with the numbers of hidden layers cut.
 PUBLISHED: dict[str, dict[str, Any]] = {
+    "gemma-4-E2B": {
+        "model_type": "gemma4",
+        "eos_token_id": [1, 106],
+        "text_config": {
+            "attention_k_eq_v": False,
+            "final_logit_softcapping": 30.0,
+            "global_head_dim": 512,
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_size": 1536,
+            "hidden_size_per_layer_input": 256,
+            "intermediate_size": 6144,
+            "layer_types": (["sliding_attention"] * 4 + ["full_attention"]) * 3,
+            "max_position_embeddings": 131_072,
+            "num_attention_heads": 8,
+            "num_global_key_value_heads": None,
+            "num_hidden_layers": 15,
+            "num_key_value_heads": 1,
+            "num_kv_shared_layers": 5,
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": _GEMMA4_ROTATIONS,
+            "sliding_window": 512,
+            "use_double_wide_mlp": True,
+            "vocab_size": 262_144,
+            "vocab_size_per_layer_input": 262_144,
+        },
+        "tie_word_embeddings": True,
+        "vision_config": {"model_type": "gemma4_vision", "num_hidden_layers": 2, "use_clipped_linears": True},
+        "audio_config": {"model_type": "gemma4_audio", "num_hidden_layers": 2},
+    },
+    "gemma-4-31B": {
+        "model_type": "gemma4",
+        "text_config": {
+            "attention_bias": False,
+            "attention_k_eq_v": True,
+            "enable_moe_block": False,
+            "final_logit_softcapping": 30.0,
+            "global_head_dim": 512,
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_size": 5376,
+            "hidden_size_per_layer_input": 0,
+            "intermediate_size": 21_504,
+            "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+            "max_position_embeddings": 262_144,
+            "model_type": "gemma4_text",
+            "num_attention_heads": 32,
+            "num_experts": None,
+            "num_global_key_value_heads": 4,
+            "num_hidden_layers": 6,
+            "num_key_value_heads": 16,
+            "num_kv_shared_layers": 0,
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": _GEMMA4_ROTATIONS,
+            "sliding_window": 1024,
+            "use_bidirectional_attention": "vision",
+            "use_double_wide_mlp": False,
+            "vocab_size": 262_144,
+            "vocab_size_per_layer_input": 262_144,
+        },
+        "tie_word_embeddings": True,
+        "vision_config": {"model_type": "gemma4_vision", "num_hidden_layers": 2},
+    },
     "gemma-3-4b-it": {
         "model_type": "gemma3",
         "eos_token_id": [1, 106],
@@ -314,6 +381,9 @@ def test_published_config_json_means_what_transformers_reads_in_it(name: str) ->
     assert_transformers_reads_the_same(PUBLISHED[name])
 
 
+_TOWERS = ("vis", "projector", "audio")
+
+
 def assert_transformers_reads_the_same(config: dict[str, Any]) -> None:
     """The modules that adapters bind to, and what else the specification says."""
     read = transformers.AutoConfig.for_model(**json.loads(json.dumps(config)))
@@ -324,7 +394,7 @@ def assert_transformers_reads_the_same(config: dict[str, Any]) -> None:
     expected = {
         module: tuple(layer.weight.shape)
         for module, layer in model.named_modules()
-        if isinstance(layer, torch.nn.Linear) and "vis" not in module and "projector" not in module
+        if isinstance(layer, torch.nn.Linear) and not any(part in module for part in _TOWERS)
     }
     layout = layout_of(config)
     expected |= {name: tuple(model.get_submodule(name).weight.shape) for name in layout.routers}
@@ -349,6 +419,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "other-text": (
         config_json("mistral3", text_config={"model_type": "mistral4"}),
         "has a text_config of the model_type 'mistral4'; served is mistral",
+    ),
+    "experts-beside": (
+        config_json("gemma4", text_config={"model_type": "gemma4_text", "enable_moe_block": True}),
+        "asks for enable_moe_block",
     ),
     "quantised": (
         config_json("gemma3", text_config={"model_type": "gemma3_text", "quantization_config": {"bits": 4}}),

@@ -312,7 +312,7 @@ def max_rank_of(platform: Platform) -> int | None:
 def shapes_to_probe(config: EngineConfig) -> ProbeShapes:
     """Sizes of the model and its cache, as they will be served. Raises ModelError."""
     spec, dtype = _spec_and_dtype(config, config.device)
-    attention = spec.attentions[0]
+    attention = max(spec.attentions, key=lambda one: one.head_dim)
     windows = [one.sliding_window for one in spec.attentions if one.sliding_window is not None]
     return ProbeShapes(
         dtype=_name(dtype),

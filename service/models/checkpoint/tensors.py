@@ -39,7 +39,11 @@ def compare(spec: ModelSpec, checkpoint: TensorSource) -> Comparison:
     """Faults of the checkpoint's tensors, of every kind, found before any is read."""
     shapes = spec.tensors(checkpoint)
     faults = (checkpoint.fault(name, shape) for name, shape in shapes.items())
-    others = [name for name in checkpoint.others(shapes) if not name.endswith(_REDUNDANT)]
+    others = [
+        name
+        for name in checkpoint.others(shapes)
+        if not name.endswith(_REDUNDANT) and not name.startswith(spec.redundant)
+    ]
     return Comparison(
         faults=tuple(fault for fault in faults if fault is not None),
         unexpected=tuple(name for name in others if not name.startswith(spec.unused)),

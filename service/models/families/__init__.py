@@ -13,6 +13,7 @@ from service.models.errors import ModelError
 from service.models.families import (
     gemma2,
     gemma3,
+    gemma4,
     glm,
     gpt_oss,
     granite,
@@ -60,6 +61,8 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], ModelSpec]] = MappingProxyT
         "glm46v": glm.read_whole,
         "lfm2_vl": lfm2.read_whole,
         "gemma3": gemma3.read_whole,
+        "gemma4": gemma4.read_whole,
+        "gemma4_text": gemma4.read,
         "qwen3_5": qwen3_5.read_whole,
         "qwen3_5_text": qwen3_5.read_text,
         "qwen3_5_moe": qwen3_5.read_whole_moe,

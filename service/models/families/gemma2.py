@@ -54,7 +54,7 @@ def attention_of(config: Config) -> dict[str, Any]:
         "scale": config["query_pre_attn_scalar"] ** -0.5,
         "input_bias": bias,
         "output_bias": bias,
-        "score_cap": _cap(config, "attn_logit_softcapping"),
+        "score_cap": cap_of(config, "attn_logit_softcapping"),
     }
 
 
@@ -89,11 +89,12 @@ def spec_of(
         rotations=rotations,
         zero_centred_norms=True,
         embedding_scale=count(config, "hidden_size") ** 0.5,
-        logits_cap=_cap(config, "final_logit_softcapping"),
+        logits_cap=cap_of(config, "final_logit_softcapping"),
     )
 
 
-def _cap(config: Config, key: str) -> float | None:
+def cap_of(config: Config, key: str) -> float | None:
+    """A cap of scores or logits, None for none. Raises ModelError."""
     cap = config[key]
     if cap is None:
         return None

@@ -30,12 +30,14 @@ def text_part(
     *,
     is_tied: bool | None = None,
     may_be_flat: bool = False,
+    unused: tuple[str, ...] = (),
 ) -> ModelSpec:
     """The text model of a config.json that describes more. Raises ModelError.
 
     text_type    the model_type of the text_config that `read` reads
     is_tied      whether the head is the token embedding where config.json is silent; None: as `read` has it
     may_be_flat  without a text_config, the text model's fields stand beside those of the rest
+    unused       beginnings of further names that are left
     """
     family, text = config["model_type"], config.get("text_config")
     if text is None and may_be_flat:
@@ -50,4 +52,4 @@ def text_part(
     silent = {} if is_tied is None else {"tie_word_embeddings": is_tied}
     whole = {name: config[name] for name in _OF_THE_WHOLE if config.get(name) is not None}
     given = {name: value for name, value in text.items() if value is not None or name not in silent}
-    return replace(read({**silent, **given, **whole, "model_type": family}), prefix=PREFIX, unused=UNUSED)
+    return replace(read({**silent, **given, **whole, "model_type": family}), prefix=PREFIX, unused=(*UNUSED, *unused))

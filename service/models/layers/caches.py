@@ -11,7 +11,7 @@ import torch
 from kernels.paged_attention import cache_layout
 from kernels.platform import in_use
 from service.models.spec.layer_parts import MixerState
-from service.models.spec.model_spec import ModelSpec
+from service.models.spec.model_spec import AttentionSpec, ModelSpec
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,20 +51,25 @@ _BY_NAMES = {tuple(field.name for field in fields(kind)): kind for kind in (KvCa
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Caches:
-    """One cache per layer, in order."""
+    """One cache per layer, in order; the same one in layers that share theirs."""
 
     layers: tuple[LayerCache, ...]
 
+    @property
+    def each(self) -> list[LayerCache]:
+        """Each cache once."""
+        return list({id(cache): cache for cache in self.layers}.values())
+
     def copy_blocks(self, blocks: torch.Tensor) -> None:
         """Copy keys and values of the blocks blocks[0] to blocks[1], int64 [2, n] on the device, none written twice."""
-        for cache in self.layers:
+        for cache in self.each:
             if isinstance(cache, KvCache):
                 for tensor in (cache.k, cache.v):
                     tensor.index_copy_(0, blocks[1], tensor.index_select(0, blocks[0]))
 
     @property
     def num_bytes(self) -> int:
-        return sum(getattr(cache, name).nbytes for cache in self.layers for name in cache.__slots__)
+        return sum(getattr(cache, name).nbytes for cache in self.each for name in cache.__slots__)
 
 
 def allocate_caches(
@@ -91,7 +96,11 @@ def allocate_caches(
     def cache(states: tuple[MixerState, ...]) -> LayerCache:
         return _BY_NAMES[tuple(state.name for state in states)](*map(tensor, states))
 
-    return Caches(tuple(cache(layer.mixer.states) for layer in spec.layers))
+    caches: list[LayerCache] = []
+    for layer in spec.layers:
+        shared = layer.mixer.cache_of if isinstance(layer.mixer, AttentionSpec) else None
+        caches.append(cache(layer.mixer.states) if shared is None else caches[shared])
+    return Caches(tuple(caches))
 
 
 def kv_bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> int:

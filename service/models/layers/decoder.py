@@ -11,7 +11,7 @@ from kernels.lora_window import ops as window_ops
 from kernels.lora_window.window_lengths import window_lengths
 from kernels.platform import in_use
 from service.models.layers.caches import Caches
-from service.models.layers.decoder_layer import build_layer
+from service.models.layers.decoder_layer import AllLayerInputs, DecoderLayer, build_layer
 from service.models.layers.feed_forward import MixtureOfExperts
 from service.models.layers.mixers import RmsNorm
 from service.models.layers.projection import RowSource, TokenEmbedding
@@ -33,8 +33,11 @@ class Decoder:
         self._norm = RmsNorm(weights, f"{spec.prefix}{spec.final_norm}", spec)
         self._head = weights.tied_head("lm_head", table) if spec.tie_word_embeddings else weights.projection("lm_head")
         self._spec = spec
-        head_dim, positions = spec.attentions[0].head_dim, spec.max_position_embeddings
-        self._ropes = [RotaryEmbedding(facts, head_dim, positions, weights.device) for facts in spec.rotations]
+        self._inputs = None if spec.layer_inputs is None else AllLayerInputs(weights, spec, spec.layer_inputs)
+        self._ropes = [
+            RotaryEmbedding(facts, _head_dim(spec, index), spec.max_position_embeddings, weights.device)
+            for index, facts in enumerate(spec.rotations)
+        ]
         # As transformers has it: rounded to the model's dtype before it multiplies.
         self._embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=table.dtype))
         self._projections = weights.projections
@@ -121,10 +124,12 @@ class Decoder:
         mixers = {
             layer.mixer.form: (layer.mixer, cache) for layer, cache in zip(self.layers, caches.layers, strict=True)
         }
+        rotary_dims = [rope.rotary_dim for rope in self._ropes]
         for mixer, cache in mixers.values():
-            for rope in self._ropes:
-                mixer.warm_up(cache, rope.rotary_dim)  # type: ignore[arg-type]
+            mixer.warm_up(cache, rotary_dims)  # type: ignore[arg-type]
         self._norm.warm_up(self._embedding.table.dtype)
+        if self._inputs is not None:
+            self._inputs.norm.warm_up(self._embedding.table.dtype)
         for feed_forward in {layer.mlp.form: layer.mlp for layer in self.layers}.values():
             feed_forward.warm_up()
         stacks = [projection.stack for projection in self._projections if projection.stack is not None]
@@ -173,24 +178,29 @@ class Decoder:
         stream = self._embedding(batch.token_ids, batch.lora)
         if self._embedding_scale != 1.0:
             stream *= self._embedding_scale
+        given: list[torch.Tensor | None] = [None] * len(self.layers)
+        if self._inputs is not None:
+            given[:] = self._inputs(batch.token_ids, stream, batch.lora, batch.window_rows)
         rotations = tuple(rope.rotation(batch.positions, batch.rope_limits, stream.dtype) for rope in self._ropes)
         *inner, last = self.layers
         first = self.layers[0].mixer_norm
         normed = stream if first is None else first(stream, batch.lora)
         # Each sum on the residual stream is taken together with the norm that reads it next.
-        for layer, following, cache in zip(inner, self.layers[1:], caches.layers[:-1], strict=True):
-            normed, stream = _add(layer.mlp_norm, layer.mix(normed, batch, rotations, cache), stream, batch.lora)
-            fed = layer.feed(normed, batch.lora, batch.window_rows)
-            normed, stream = _add(following.mixer_norm, fed, stream, batch.lora)
+        lora, window_rows = batch.lora, batch.window_rows
+        for index, (layer, cache) in enumerate(zip(inner, caches.layers[:-1], strict=True)):
+            normed, stream = _add(layer.mlp_norm, layer.mix(normed, batch, rotations, cache), stream, lora)
+            norm, given_here = self.layers[index + 1].mixer_norm, given[index]
+            normed, stream = _feed(layer, normed, stream, given_here, norm, lora, window_rows)
         mixed = last.mix(normed, batch, rotations, caches.layers[-1])
-        lora = batch.lora
+        given_here = given[-1]
         if rows is not None:
             # The output of the last mixer is read only for the tokens whose logits are wanted.
             if rows.shape[0] == 0:
                 return mixed.new_empty(0, mixed.shape[1])
             mixed, stream, lora = mixed.index_select(0, rows), stream.index_select(0, rows), batch.logits_lora
+            given_here = None if given_here is None else given_here.index_select(0, rows)
         normed, stream = _add(last.mlp_norm, mixed, stream, lora)
-        normed, _ = self._norm.add(last.feed(normed, lora, batch.window_rows), stream, lora)
+        normed, _ = _feed(last, normed, stream, given_here, self._norm, lora, window_rows)
         return normed
 
     def _scaled(self, logits: torch.Tensor) -> torch.Tensor:
@@ -198,6 +208,28 @@ class Decoder:
             logits = logits * self._spec.logits_scale
         cap = self._spec.logits_cap
         return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def _head_dim(spec: ModelSpec, rotary: int) -> int:
+    """Elements of the heads that a rotation turns."""
+    return next((one.head_dim for one in spec.attentions if one.rotary == rotary), spec.attentions[0].head_dim)
+
+
+def _feed(
+    layer: DecoderLayer,
+    normed: torch.Tensor,
+    stream: torch.Tensor,
+    given: torch.Tensor | None,
+    norm: RmsNorm | None,
+    lora: LoraMaps | None,
+    window_rows: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The second half of a layer: (the residual stream by the next norm, the stream). `given`: `AllLayerInputs`'s."""
+    fed = layer.feed(normed, lora, window_rows)
+    if not layer.has_end:
+        return _add(norm, fed, stream, lora)
+    stream = layer.end(stream + fed, given, lora, window_rows)
+    return stream if norm is None else norm(stream, lora), stream
 
 
 def _add(

@@ -27,7 +27,8 @@ class HeadNorm:
 
 
 class HeadNorms:
-    """Norms of queries and of keys. `weight` holds the base's, [num_heads + kv_heads, head_dim], for the rotating op.
+    """Norms of queries and, unless another layer has them, of keys. `weight` holds the base's, [num_heads + kv_heads,
+    head_dim], for the rotating op.
 
     A step in which an adapter has its own is normed here, in plain torch operations, and rotated without a norm.
     """
@@ -35,12 +36,13 @@ class HeadNorms:
     def __init__(self, weights: Weights, prefix: str, attention: AttentionSpec, spec: ModelSpec) -> None:
         """prefix  of the attention's modules"""
         assert attention.head_norms is not None
-        self._num_heads = (attention.num_heads, attention.num_kv_heads)
+        self._num_heads = (attention.num_heads, attention.num_kv_heads if attention.cache_of is None else 0)
         self._eps, self._has_gates = spec.norm_eps, attention.has_output_gate
         names = [f"{prefix}.{name}" for name in attention.head_norms]
-        self.each = tuple(HeadNorm(name, weights.norm(name, zero_centred=spec.zero_centred_norms)) for name in names)
+        zero_centred, exact = spec.zero_centred_norms, spec.exact_norms
+        self.each = tuple(HeadNorm(name, weights.norm(name, zero_centred=zero_centred, exact=exact)) for name in names)
         self.weight = torch.cat(
-            [norm.weight.expand(num, -1) for norm, num in zip(self.each, self._num_heads, strict=True)]
+            [norm.weight.expand(num, -1) for norm, num in zip(self.each, self._num_heads, strict=False)]
         )
 
     @property
@@ -54,8 +56,8 @@ class HeadNorms:
         side = side_of(lora)
         if side is None or side.norms is None:
             return qkv, self.weight
-        query, key = (norm.own for norm in self.each)
-        assert query is not None and key is not None, f"{self.each[0].name} has no room for adapters' weights"
+        own = tuple(norm.own for norm in self.each if norm.own is not None)
+        assert len(own) == len(self.each), f"{self.each[0].name} has no room for adapters' weights"
         if self._has_gates:
             qkv = without_gates(qkv, self._num_heads[1])
-        return own_head_norms(qkv, (query, key), self._num_heads, side.norms, self._eps), None
+        return own_head_norms(qkv, own, self._num_heads, side.norms, self._eps), None

@@ -5,7 +5,10 @@ Shapes: hidden [tokens, hidden_size], the tokens of all sequences of the step on
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from torch.nn import functional
 
 from kernels.causal_conv1d import ops as causal_conv1d_ops
 from kernels.causal_conv1d.ops import causal_conv1d_prefill, causal_conv1d_update
@@ -20,6 +23,7 @@ from kernels.rms_norm import ops as rms_norm_ops
 from kernels.rms_norm.ops import add_rms_norm, rms_norm
 from kernels.rotary_kv import ops as rotary_kv_ops
 from kernels.rotary_kv.ops import rotary_kv
+from kernels.rotary_kv.reference import rotated
 from service.models.layers.caches import ConvStates, DeltaStates, KvCache
 from service.models.layers.head_norms import HeadNorms
 from service.models.layers.projection import RowSource, side_of
@@ -90,10 +94,15 @@ class Attention:
     @property
     def form(self) -> object:
         """Equal for layers that need the same kernels."""
-        return "attention", self._spec.sliding_window, self._spec.score_cap, self._spec.rotary
+        spec = self._spec
+        return "attention", spec.sliding_window, spec.score_cap, spec.rotary, spec.head_dim, spec.num_kv_heads
 
-    def warm_up(self, cache: KvCache, rotary_dim: int) -> None:
-        """Compile what steps of any size need here."""
+    def warm_up(self, cache: KvCache, rotary_dims: Sequence[int]) -> None:
+        """Compile what steps of any size need here.
+
+        rotary_dims  elements of a head that each of the model's rotations turns
+        """
+        rotary_dim = rotary_dims[self._spec.rotary]
         num_heads, norms = self._spec.num_heads, self.head_norms
         columns, first = (num_heads + 2 * self._spec.num_kv_heads) * self._spec.head_dim, 0
         for weight in self._whole_weights:
@@ -114,22 +123,26 @@ class Attention:
         # [tokens, heads + kv_heads + kv_heads, head_dim], with output gates one behind each of the first heads
         qkv = self._qkv(x, batch.lora, batch.window_rows).view(x.shape[0], -1, spec.head_dim)
         gate = qkv[:, 1 : 2 * spec.num_heads : 2] if spec.has_output_gate else None
+        if spec.values_are_keys:
+            qkv = torch.cat((qkv, qkv[:, -spec.num_kv_heads :]), dim=1)
+        if spec.norms_values:
+            values = qkv[:, -spec.num_kv_heads :]
+            values.copy_(functional.rms_norm(values.float(), values.shape[-1:], None, self._head_eps))
         if self._whole_weights:
             self._norm_whole(qkv)
         if spec.turns_neighbours:
             self._part_neighbours(qkv, rotation.cos.shape[2])
         qkv, head_weight = (qkv, None) if self.head_norms is None else self.head_norms.apply(qkv, batch.lora)
-        q = rotary_kv(
-            qkv,
-            rotation.cos,
-            rotation.sin,
-            cache.k,
-            cache.v,
-            batch.attention.slot_mapping,
-            head_weight=head_weight,
-            eps=self._head_eps,
-            has_gates=qkv.shape[1] > spec.num_heads + 2 * spec.num_kv_heads,
-        )
+        turn = (rotation.cos, rotation.sin)
+        if spec.cache_of is not None:
+            q, _, _ = rotated(qkv, *turn, 0, head_weight, self._head_eps)
+        else:
+            q = rotary_kv(
+                *(qkv, *turn, cache.k, cache.v, batch.attention.slot_mapping),
+                head_weight=head_weight,
+                eps=self._head_eps,
+                has_gates=qkv.shape[1] > spec.num_heads + 2 * spec.num_kv_heads,
+            )
         if rotation.query_factors is not None:
             q.mul_(rotation.query_factors)
         scale = rotation.score_factor * spec.scale
@@ -177,7 +190,7 @@ class ShortConv:
         """Equal for layers that need the same kernels."""
         return "conv"
 
-    def warm_up(self, cache: ConvStates, _rotary_dim: int) -> None:
+    def warm_up(self, cache: ConvStates, _rotary_dims: Sequence[int]) -> None:
         """Compile what steps of any size need here."""
         causal_conv1d_ops.warm_up(self._taps, self._bias, cache.lines, gated=True)
 
@@ -233,7 +246,7 @@ class GatedDeltaNet:
         """Equal for layers that need the same kernels."""
         return "gated delta"
 
-    def warm_up(self, cache: DeltaStates, _rotary_dim: int) -> None:
+    def warm_up(self, cache: DeltaStates, _rotary_dims: Sequence[int]) -> None:
         """Compile what steps of any size need here."""
         columns = sum(self._spec.input_sizes)
         causal_conv1d_ops.warm_up(self._taps, None, cache.lines, activation="silu", x_columns=columns)

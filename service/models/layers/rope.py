@@ -92,6 +92,10 @@ def _frequencies(facts: RopeFacts, exponents: torch.Tensor) -> torch.Tensor:
     if facts.kind == "none":
         return torch.zeros_like(exponents)
     frequencies = 1.0 / facts.theta**exponents
+    if facts.kind == "proportional":
+        num_turned = int(facts.share * len(exponents))
+        frequencies[num_turned:] = 0.0
+        return frequencies / facts.factor
     if facts.kind == "linear":
         return frequencies / facts.factor
     if facts.kind == "llama3":

@@ -15,7 +15,9 @@ from service.models.spec.layer_parts import Linear, MixerState, Shapes, named, s
 class AttentionSpec:
     """Grouped-query attention; needs no state but cached keys and values.
 
-    inputs           modules that yield queries, keys and values, in this order: three, or one for all
+    inputs           modules that yield queries, keys and values, in this order: three, or one for all; two where the
+                     keys, before their norm and rotation, are the values too; one where only queries are needed
+    cache_of         index of the layer whose cached keys and values this one reads; None: it has its own
     split            modules of queries, keys and values, which some trainers have in the place of one for all
     scale            of the scores
     rotary           which of the model's rotations turns queries and keys
@@ -24,6 +26,7 @@ class AttentionSpec:
     score_cap        scores come out as cap * tanh(score / cap); None: as they are
     has_sinks        each query head has a sink (`kernels.paged_attention.ops`), the tensor "sinks"
     head_norms       modules of the norms of each query and each key head before rotation
+    norms_values     each value head is normed, without a weight
     whole_norms      modules of the norms of all queries and of all keys of a token, taken together, before rotation
     has_output_gate  the query module yields for each head its query, then a gate: the head's output is multiplied with
                      the gate's sigmoid
@@ -44,9 +47,16 @@ class AttentionSpec:
     sliding_window: int | None = None
     score_cap: float | None = None
     has_sinks: bool = False
-    head_norms: tuple[str, str] | None = None
+    head_norms: tuple[str, ...] | None = None
+    norms_values: bool = False
+    cache_of: int | None = None
     whole_norms: tuple[str, str] | None = None
     has_output_gate: bool = False
+
+    @property
+    def values_are_keys(self) -> bool:
+        """Whether one module yields both."""
+        return len(self.inputs) == 2
 
     @property
     def query_size(self) -> int:
@@ -72,14 +82,18 @@ class AttentionSpec:
 
     @property
     def states(self) -> tuple[MixerState, ...]:
-        """Keys and values of each token."""
+        """Keys and values of each token, unless another layer has them."""
+        if self.cache_of is not None:
+            return ()
         return tuple(MixerState(name, "token", (self.num_kv_heads, self.head_dim)) for name in ("k", "v"))
 
     def linears(self, hidden_size: int) -> tuple[Linear, ...]:
         """Queries, keys and values; and what reads the heads."""
-        sizes = (self.query_size, self.kv_size, self.kv_size)
-        inputs, splits = named(self.name, self.inputs, sizes), split_input(self.name, self.inputs, self.split, sizes)
-        out = f"{self.name}.{self.output}"
+        sizes: tuple[int, ...] = (self.query_size, self.kv_size, self.kv_size)
+        if self.cache_of is not None or self.values_are_keys:
+            sizes = sizes[: len(self.inputs)]
+        inputs, out = named(self.name, self.inputs, sizes), f"{self.name}.{self.output}"
+        splits = split_input(self.name, self.inputs, self.split, sizes) if self.cache_of is None else {}
         return (
             Linear(f"{self.name}.qkv_proj", "attention", hidden_size, inputs, self.input_bias, splits),
             Linear(out, "attention", self.num_heads * self.head_dim, {out: hidden_size}, self.output_bias),

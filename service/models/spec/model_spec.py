@@ -19,6 +19,7 @@ __all__ = [
     "AttentionSpec",
     "FeedForward",
     "GatedDeltaSpec",
+    "LayerInputs",
     "LayerSpec",
     "Mixer",
     "MlpSpec",
@@ -28,10 +29,45 @@ __all__ = [
 ]
 
 
+@dataclass(frozen=True, slots=True)
+class LayerInputs:
+    """What each layer is told of its tokens: `size` elements by token id, and as many projected from the embedding.
+
+    vocab_size  rows of the table by token id
+    """
+
+    size: int
+    vocab_size: int
+
+    def linears(self, hidden_size: int) -> tuple[Linear, ...]:
+        """Products of a layer: the gate of its inputs, and what brings them to the residual stream."""
+        gate, projection = "per_layer_input_gate", "per_layer_projection"
+        return (
+            Linear(gate, "mlp", hidden_size, {gate: self.size}),
+            Linear(projection, "mlp", self.size, {projection: hidden_size}),
+        )
+
+    def model_linear(self, hidden_size: int, num_layers: int) -> Linear:
+        """The product that yields the inputs of all layers from the embedding."""
+        name = "per_layer_model_projection"
+        return Linear(name, "mlp", hidden_size, {name: num_layers * self.size})
+
+    def model_tensors(self, num_layers: int) -> Shapes:
+        """Tensors of the model beside it."""
+        return {
+            "embed_tokens_per_layer.weight": (self.vocab_size, num_layers * self.size),
+            "per_layer_projection_norm.weight": (self.size,),
+        }
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSpec:
     """A mixer across tokens, then a feed-forward on each token. Each reads the residual stream, normed where a norm's
-    name is given, and is added to it, normed once more where an `..._end_norm` is named."""
+    name is given, and is added to it, normed once more where an `..._end_norm` is named.
+
+    inputs  added behind the feed-forward, gated by the residual stream
+    scalar  tensor [1] that the residual stream is multiplied with at the end of the layer
+    """
 
     mixer: Mixer
     mlp: FeedForward
@@ -39,16 +75,21 @@ class LayerSpec:
     mlp_norm: str | None = "post_attention_layernorm"
     mixer_end_norm: str | None = None
     mlp_end_norm: str | None = None
+    inputs: LayerInputs | None = None
+    inputs_norm: str = "post_per_layer_input_norm"
+    scalar: str | None = None
 
     @property
     def norms(self) -> tuple[str, ...]:
         """Modules of the norms of the hidden states."""
-        each = (self.mixer_norm, self.mixer_end_norm, self.mlp_norm, self.mlp_end_norm)
+        of_inputs = None if self.inputs is None else self.inputs_norm
+        each = (self.mixer_norm, self.mixer_end_norm, self.mlp_norm, self.mlp_end_norm, of_inputs)
         return tuple(norm for norm in each if norm is not None)
 
     def linears(self, hidden_size: int) -> tuple[Linear, ...]:
         """All products that adapters bind to, in the order of the forward pass; names are relative to the layer."""
-        return (*self.mixer.linears(hidden_size), *self.mlp.linears(hidden_size))
+        of_inputs = () if self.inputs is None else self.inputs.linears(hidden_size)
+        return (*self.mixer.linears(hidden_size), *self.mlp.linears(hidden_size), *of_inputs)
 
     def tensors(self, hidden_size: int, *, has_packed_experts: bool) -> Shapes:
         """All tensors of the layer as checkpoints hold them; names are relative to the layer."""
@@ -58,6 +99,8 @@ class LayerSpec:
                 shapes[f"{module}.weight"] = (size, linear.in_features)
                 if linear.has_bias:
                     shapes[f"{module}.bias"] = (size,)
+        if self.scalar is not None:
+            shapes[self.scalar] = (1,)
         return shapes | self.mixer.tensors | self.mlp.tensors(hidden_size, is_packed=has_packed_experts)
 
 
@@ -100,6 +143,22 @@ class ModelSpec:
     logits_scale: float = 1.0
     logits_cap: float | None = None
     unused: tuple[str, ...] = ()
+
+    @property
+    def layer_inputs(self) -> LayerInputs | None:
+        """Those that all layers have, or None."""
+        return self.layers[0].inputs
+
+    @property
+    def redundant(self) -> tuple[str, ...]:
+        """Beginnings of tensors' names that checkpoints may hold for keys and values that another layer has."""
+        layers = ((index, layer.mixer) for index, layer in enumerate(self.layers))
+        names = [
+            f"{self.layer_prefix}{index}.{mixer.name}."
+            for index, mixer in layers
+            if isinstance(mixer, AttentionSpec) and mixer.cache_of is not None
+        ]
+        return tuple(name + part for name in names for part in ("k_", "v_"))
 
     @property
     def num_layers(self) -> int:
@@ -173,6 +232,11 @@ class ModelSpec:
         """Every tensor that is read of a checkpoint which holds the tensors `stored`: experts may be stored all in one
         or one by one, and a tied head may be stored or not."""
         shapes: Shapes = {f"{self.prefix}embed_tokens.weight": (self.vocab_size, self.hidden_size)}
+        if self.layer_inputs is not None:
+            linear = self.layer_inputs.model_linear(self.hidden_size, self.num_layers)
+            shapes[f"{self.prefix}{linear.name}.weight"] = (linear.slices[linear.name], linear.in_features)
+            beside = self.layer_inputs.model_tensors(self.num_layers)
+            shapes |= {self.prefix + name: shape for name, shape in beside.items()}
         for index, layer in enumerate(self.layers):
             prefix = f"{self.layer_prefix}{index}."
             has_packed_experts = any(prefix + name in stored for name in layer.mlp.packed_tensors)

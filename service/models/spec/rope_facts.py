@@ -9,7 +9,7 @@ from typing import Any, Literal
 from service.models.errors import ModelError
 from service.models.spec.config_json import is_positive_number
 
-RopeKind = Literal["none", "default", "linear", "dynamic", "llama3", "yarn", "longrope"]
+RopeKind = Literal["none", "default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 # Kinds that config.json may name, with their fields; "none" is ours, for layers without positions.
 _NEEDS: dict[RopeKind, tuple[str, ...]] = {
     "default": (),
@@ -18,6 +18,7 @@ _NEEDS: dict[RopeKind, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
     "longrope": ("short_factor", "long_factor"),
+    "proportional": (),
 }
 # Old names, of Phi-3 and of Qwen2-VL, whose sections of positions are equal for text, so that it is a plain one.
 _OLD_NAMES: dict[str, RopeKind] = {"su": "longrope", "mrope": "default"}
@@ -34,7 +35,8 @@ class RopeFacts:
     """Parameters of the rotation; those that the kind does not use keep their defaults.
 
     theta                 base of the wavelengths
-    share                 of each head that is turned, its first elements: (0, 1]
+    share                 of each head that is turned, its first elements: (0, 1]. proportional: of its wavelengths, the
+                          others being endless
     factor                how far the context was stretched
     original_max_position_embeddings
                           context before stretching, in tokens (llama3, yarn, longrope)
@@ -80,7 +82,7 @@ class RopeFacts:
 
     def rotary_dim(self, head_dim: int) -> int:
         """Elements of a head that are turned."""
-        return int(head_dim * self.share)
+        return head_dim if self.kind == "proportional" else int(head_dim * self.share)
 
 
 def rope_facts(

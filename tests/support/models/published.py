@@ -47,6 +47,14 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "Phi-4-mini": _config("phi3", 32, 3072, 8192, (24, 8), 200_064, partial_rotary_factor=0.75, **_TIED),
     "gemma-2-9b": _config("gemma2", 42, 3584, 14_336, (16, 8), 256_000, head_dim=256, **_TIED),
     "gemma-3-4b": _config("gemma3_text", 34, 2560, 10_240, (8, 4), 262_208, head_dim=256, **_TIED),
+    "gemma-4-E2B": _config(
+        *("gemma4_text", 35, 1536, 6144, (8, 1), 262_144),
+        head_dim=256,
+        layer_types=(["sliding_attention"] * 4 + ["full_attention"]) * 7,
+        num_kv_shared_layers=20,
+        use_double_wide_mlp=True,
+        **_TIED,
+    ),
     "SmolLM3-3B": _config("smollm3", 36, 2048, 11_008, (16, 4), 128_256, **_TIED),
     "Olmo-3-7B": _config("olmo3", 32, 4096, 11_008, (32, 32), 100_278),
     "granite-3.3-8b": _config("granite", 40, 4096, 12_800, (32, 8), 49_159, **_TIED),
@@ -127,5 +135,5 @@ def heads_of(model: str) -> Heads:
         attention.head_dim,
         spec.rotations[attention.rotary].rotary_dim(attention.head_dim),
         is_normed,
-        has_exact_weight=is_normed and spec.zero_centred_norms,
+        has_exact_weight=is_normed and (spec.zero_centred_norms or spec.exact_norms),
     )

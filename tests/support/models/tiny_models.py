@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "lfm2", "phi3", "gemma2", "gemma3_text", "smollm3", "granite"),
     *("olmo3", "qwen3_5_text", "qwen3_moe", "qwen3_5_moe_text", "glm", "glm4", "glm4_moe", "ministral3"),
-    *("granitemoehybrid", "gpt_oss"),
+    *("granitemoehybrid", "gpt_oss", "gemma4_text"),
 )
 VOCAB_SIZE = 304
 SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
@@ -87,6 +87,24 @@ _BY_FAMILY: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
         "final_logit_softcapping": 6.0,
+        "tie_word_embeddings": True,
+    },
+    "gemma4_text": {
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "head_dim": 16,
+        "global_head_dim": 32,
+        "sliding_window": 24,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"] * 2,
+        "num_kv_shared_layers": 3,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 20,
+        "vocab_size_per_layer_input": VOCAB_SIZE,
+        "final_logit_softcapping": 6.0,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
         "tie_word_embeddings": True,
     },
     "olmo3": {
@@ -228,6 +246,7 @@ MLP_MODULES = {family: ["gate_proj", "up_proj", "down_proj"] for family in FAMIL
     "glm4": ["gate_up_proj", "down_proj"],
     "granitemoehybrid": ["input_linear", "output_linear"],
     "gpt_oss": [],
+    "gemma4_text": ["gate_proj", "up_proj", "down_proj", "per_layer_input_gate", "per_layer_projection"],
     "glm4_moe": [],  # as qwen3_moe
     "qwen3_moe": [],  # PEFT takes the names of dense layers for those of experts too
     "qwen3_5_moe_text": ["gate_proj", "up_proj", "down_proj", "shared_expert_gate"],
@@ -263,6 +282,8 @@ def shake_vectors(model: torch.nn.Module) -> None:
             ):  # the last expert of a token counts little: rounding may change it
                 parameter.mul_(4)
         for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.add_(torch.randn_like(buffer), alpha=0.1)
             if name.endswith("e_score_correction_bias"):
                 buffer.add_(torch.randn_like(buffer), alpha=0.3)
 

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 import transformers
 
-from tests.support.models.tiny_models import make_tokenizer, shake_vectors, tiny_fields
+from tests.support.models.tiny_models import VOCAB_SIZE, make_tokenizer, shake_vectors, tiny_fields
 
 _VISION: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24}
 _SIGLIP = {**_VISION, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 8}
+_GEMMA4_TOWER = {**_VISION, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
 _QWEN = {**_VISION, "depth": 1, "num_heads": 2, "out_hidden_size": 48}
 # By model_type, with the text's behind a hyphen where there are several: the family of the text, what its text_config
 # has of its own, and the rest of config.json.
@@ -25,6 +26,17 @@ _WHOLES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "image_token_index": 300,
             "boi_token_index": 301,
             "eoi_token_index": 302,
+        },
+    ),
+    "gemma4": (
+        "gemma4_text",
+        {},
+        {
+            "vision_config": {**_GEMMA4_TOWER, "pooling_kernel_size": 2, "position_embedding_size": 16},
+            "audio_config": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2},
+            # None of the vocabulary: their inputs of layers are those of padding.
+            **dict.fromkeys(("image_token_id", "video_token_id", "boi_token_id", "eoi_token_id"), VOCAB_SIZE),
+            **dict.fromkeys(("audio_token_id", "boa_token_id", "eoa_token_index"), VOCAB_SIZE),
         },
     ),
     "mistral3": (
