@@ -34,7 +34,7 @@ from tests.support.models.whole_models import WHOLE_FAMILIES, make_whole_model, 
 
 # Cases of the wide tier: what they show is shown by others too.
 WIDE = {"mistral3-ministral3", "qwen3_vl_moe", "glm4v", "Ministral-3-8B-Instruct-2512-BF16", "GLM-4.1V-9B-Thinking",
-        "Qwen3-VL-30B-A3B"}  # fmt: skip
+        "Qwen3-VL-30B-A3B", "gemma4", "gemma-4-E2B", "gemma-4-31B"}  # fmt: skip
 
 
 def with_wide(names: Iterable[str]) -> list[Any]:

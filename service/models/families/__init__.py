@@ -11,8 +11,7 @@ from typing import Any
 
 from service.models.errors import ModelError
 from service.models.families import (
-    gemma2,
-    gemma3,
+    gemma,
     gemma4,
     glm,
     gpt_oss,
@@ -41,8 +40,8 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], ModelSpec]] = MappingProxyT
         "qwen3_moe": qwen3.read_moe,
         "lfm2": lfm2.read,
         "phi3": phi3.read,
-        "gemma2": gemma2.read,
-        "gemma3_text": gemma3.read,
+        "gemma2": gemma.read,
+        "gemma3_text": gemma.read_3,
         "smollm3": smollm3.read,
         "olmo3": olmo3.read,
         "granite": granite.read,
@@ -60,7 +59,7 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], ModelSpec]] = MappingProxyT
         "glm4v": glm.read_whole,
         "glm46v": glm.read_whole,
         "lfm2_vl": lfm2.read_whole,
-        "gemma3": gemma3.read_whole,
+        "gemma3": gemma.read_whole_3,
         "gemma4": gemma4.read_whole,
         "gemma4_text": gemma4.read,
         "qwen3_5": qwen3_5.read_whole,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from service.models.errors import ModelError
-from service.models.families import gemma2, whole
+from service.models.families import gemma, whole
 from service.models.spec.config_json import (
     Config,
     attention_sizes,
@@ -69,7 +69,7 @@ def read(config: Config) -> ModelSpec:
         rotations=tuple(_rotation(config, kind) for kind in _KINDS),
         exact_norms=True,
         embedding_scale=count(config, "hidden_size") ** 0.5,
-        logits_cap=gemma2.cap_of(config, "final_logit_softcapping"),
+        logits_cap=gemma.cap_of(config, "final_logit_softcapping"),
     )
 
 

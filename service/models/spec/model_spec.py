@@ -31,7 +31,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class LayerInputs:
-    """What each layer is told of its tokens: `size` elements by token id, and as many projected from the embedding.
+    """Inputs of each layer beside the residual stream: `size` elements by token id, plus as many of the embedding.
 
     vocab_size  rows of the table by token id
     """
