@@ -127,6 +127,7 @@ class Platform:
     passed_over     op -> why the table's first choice was passed over before anything was probed, a sentence
     native_bfloat16 whether bfloat16 matrix products run at full speed
     regimes         "op/regime" -> implementation, where it is not that of `implementations`
+    batch_invariant whether a token's numbers are the same whatever else is in its step (`kernels/batch_invariant`)
     """
 
     device: str
@@ -139,6 +140,7 @@ class Platform:
     passed_over: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), kw_only=True)
     native_bfloat16: bool = True
     regimes: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), kw_only=True)
+    batch_invariant: bool = field(default=False, kw_only=True)
 
     def with_fallback(
         self, op: str, implementation: str, reason: str | None, regimes: Mapping[str, str] = MappingProxyType({})

@@ -146,6 +146,11 @@ class Settings(BaseSettings):
         "from times what others have asked",
     )
     eager: bool = Field(False, description="launch every step from Python and capture no graphs")
+    batch_invariant: bool = Field(
+        False,
+        description="a token's log probabilities are the same to the bit, whatever else is computed beside it; on a "
+        "CPU alone, and slower; see docs/rollouts.md",
+    )
     lora_window: bool = Field(
         True,
         description="keep the A rows of adapters behind the base weights, so that small steps on a GPU, and decode "
@@ -234,11 +239,6 @@ class Settings(BaseSettings):
         ByteSize(4096 * MIB),
         description="largest size of ephemeral versions in memory together; one client has half of it, several as "
         "much each as they leave free; beyond it uploads get 429; 0 refuses them",
-    )
-    responses_store_bytes: Size = Field(
-        ByteSize(0),
-        description="largest size of the stored responses of one tenant, below store-dir; the oldest are deleted; 0: "
-        "none is stored, and `previous_response_id` is refused",
     )
     max_uploads: int = Field(
         16,

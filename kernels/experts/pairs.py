@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from kernels.platform import in_use
+
 
 def by_expert(x: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(experts [pairs], ascending; order [pairs], the pair at each place, of those of chosen row by row; the row of x
@@ -27,4 +29,9 @@ def summed(out: torch.Tensor, order: torch.Tensor, weights: torch.Tensor) -> tor
     """The weighted sum over each token's experts, always in one order; out [pairs, hidden_size] in the order of the
     experts, weights [tokens, num_chosen]."""
     by_token = torch.empty_like(out).index_copy_(0, order, out).unflatten(0, weights.shape)
+    if in_use(out.device).batch_invariant:
+        total = torch.zeros(by_token.shape[0], by_token.shape[2], device=out.device)
+        for weight, product in zip(weights.float().unbind(1), by_token.unbind(1), strict=True):
+            total += product * weight.unsqueeze(1)
+        return total.to(out.dtype)
     return (weights.unsqueeze(1) @ by_token).squeeze(1)

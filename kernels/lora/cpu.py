@@ -12,8 +12,9 @@ from operator import itemgetter
 import torch
 
 from kernels.contract import Contract
-from kernels.lora.cpu_plan import CpuPlan, Pairs, Solo, make_plan, shares_of
+from kernels.lora.cpu_plan import MIN_SHARING, CpuPlan, Pairs, Solo, make_plan, shares_of
 from kernels.lora.maps import LoraMaps, LoraStack, Segment
+from kernels.platform import in_use
 
 CONTRACT = Contract()
 
@@ -183,13 +184,21 @@ def _plan(maps: LoraMaps, stack: LoraStack, s: int) -> CpuPlan:
     num_columns = a.shape[1] + b.shape[1] if b.dtype == torch.float32 else None
     plan: CpuPlan | None = plans.get((wanted, num_columns))
     if plan is None:
-        shares = (False,) * len(maps.segments)
-        if num_columns is not None:
+        shares, min_sharing = (False,) * len(maps.segments), MIN_SHARING
+        if in_use(a.device).batch_invariant:  # a pair's product depends on nothing else
+            assert num_columns is not None, "rows on a CPU are float32"
+            shares, min_sharing = (True,) * len(maps.segments), 1
+        elif num_columns is not None:
             shares = shares_of(maps.segments, ranks, num_columns)
         # Slices of other widths mostly divide alike.
         plan = plans.get((wanted, shares))
         if plan is None:
-            plan = make_plan(maps.segments, stack.group, ranks, scalings, shares=shares, num_rows=a.shape[0])
+            plan = make_plan(
+                *(maps.segments, stack.group, ranks, scalings),
+                shares=shares,
+                num_rows=a.shape[0],
+                min_sharing=min_sharing,
+            )
         plans[wanted, shares] = plans[wanted, num_columns] = plan
     return plan
 

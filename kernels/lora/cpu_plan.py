@@ -24,7 +24,7 @@ with warnings.catch_warnings():
 # saves, which reads each row once for all tokens.
 MAX_SHARED_WORK = 2**18
 # Two segments have products of their own as fast.
-_MIN_SHARING = 3
+MIN_SHARING = 3
 
 
 class Solo(NamedTuple):  # of which a plan makes one for each adapter of the step
@@ -87,11 +87,13 @@ def make_plan(
     *,
     shares: tuple[bool, ...],
     num_rows: int,
+    min_sharing: int = MIN_SHARING,
 ) -> CpuPlan:
     """Pure function from host integers: what is computed by which calls.
 
-    shares    of each segment; one that has too few to share with has products of its own
-    num_rows  of the stack
+    shares       of each segment; one that has too few to share with has products of its own
+    num_rows     of the stack
+    min_sharing  segments that share
     """
     solos: list[Solo] = []
     shared: list[Solo] = []
@@ -103,7 +105,7 @@ def make_plan(
             continue
         one = Solo(segment.start, segment.end, first_row, rank, scalings[segment.place])
         (shared if is_shared else solos).append(one)
-    if len(shared) < _MIN_SHARING:
+    if len(shared) < min_sharing:
         return CpuPlan((*solos, *shared), None, tuple(untargeted))
     return CpuPlan(tuple(solos), _make_pairs(shared, num_rows), tuple(untargeted))
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import torch
 
+from kernels.batch_invariant.mode import batch_invariant_mode
 from kernels.platform import contract, implementation
 from kernels.sampling.maps import SamplingMaps
 from kernels.sampling.penalty_state import PenaltyState
@@ -43,7 +44,8 @@ def sample(logits: torch.Tensor, maps: SamplingMaps, state: PenaltyState | None 
     assert logits.shape == (facts.num_logits, facts.vocab), f"logits are {list(logits.shape)}, the facts say otherwise"
     assert state is not None or not facts.num_penalised, "penalties need the state of their slots"
     assert facts.num_rows + facts.num_given, "nothing is asked for"
-    sampled: Sampled = implementation("sampling", logits.device).sample(logits, maps, state)
+    with batch_invariant_mode(logits.device):
+        sampled: Sampled = implementation("sampling", logits.device).sample(logits, maps, state)
     return sampled
 
 

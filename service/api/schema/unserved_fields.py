@@ -115,6 +115,7 @@ GENERATION_FIELDS = _table(
     _refused("custom_logit_processor", "custom_params", "vllm_xargs", neutral=({},)),
     _refused("logits_processors", neutral=([],)),
     _refused("ngram_corpus_id"),
+    _refused("batch_invariant", neutral=(False,), advice="set --batch-invariant"),
     # The prompt.
     _refused("suffix", neutral=("",), advice="put what is to come after the answer into the prompt"),
     _refused("prompt_embeds", "input_ids", neutral=([],), advice="send token ids as `prompt` to /v1/completions"),
@@ -174,10 +175,11 @@ GENERATE_SAMPLING_FIELDS = GENERATION_FIELDS | _table(
     _refused("logits_processors", "extra_args", neutral=([], {})),
     _refused("flat_logprobs", neutral=(False,)),
 )
-# Fields of responses: a chat's, and those of OpenAI's services around the model.
+# Fields of responses: a chat's, and those that need a server which stores something.
 RESPONSE_FIELDS = GENERATION_FIELDS | _table(
-    _refused("conversation", advice="send `previous_response_id`, or the whole conversation as `input`"),
+    _refused("previous_response_id", "conversation", advice="send the whole conversation as `input`"),
     _refused("prompt", advice="send `input`"),
+    _refused("background", neutral=(False,), advice="send `stream`"),
     _refused("truncation", neutral=("disabled",), advice="send `truncate_prompt_tokens` to /v1/chat/completions"),
     _refused("context_management", neutral=([],)),
     _refused("max_tool_calls", advice="end the loop that calls the tools"),

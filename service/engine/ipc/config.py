@@ -41,6 +41,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
                                 same time, beside the one of that oldest request
     max_prompt_logits           logits of prompt tokens (prompt logprobs) in one step; bounds the memory of a step
     eager                       capture no steps
+    batch_invariant             a token's numbers do not depend on what else is in its step: `kernels.batch_invariant`
     lora_window                 hold LoRA's A behind the base weights, where the device has kernels for it, so that
                                 small steps need no shrink of their own
     npu_graphs                  on an NPU capture decode steps of a few sizes, and replay them. Never tried on one yet
@@ -71,6 +72,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_loads_ahead: int = 4
     max_prompt_logits: int = 64
     eager: bool = False
+    batch_invariant: bool = False
     lora_window: bool = True
     npu_graphs: bool = False
     overlap: bool | None = None

@@ -19,6 +19,7 @@ from adapters.memory.host_tier import HostTier
 from adapters.memory.row_pool import RowPool
 from adapters.non_lora_plan import non_lora_unit_bytes
 from adapters.row_plan import EXPERTS_SHARE, row_bytes
+from kernels.batch_invariant.mode import install_batch_invariance, refuse_fallbacks
 from kernels.compile_ahead import warm_up_ahead
 from kernels.lora.max_rank import MAX_KERNEL_RANK
 from kernels.platform import Platform, detect, find_device, in_use, prepare
@@ -121,6 +122,7 @@ def build_engine(
     if device != options.device:
         log.info("device: %s, the best that was found (--device names another)", device)
     prepare(device)
+    install_batch_invariance(device, wanted=options.batch_invariant)
     # Before the weights are loaded, caches are as large as they can come to be.
     expected, _ = decide(options, device, free_bytes=free_bytes)
     beside = Preparations(device, Path(options.model_dir))
@@ -136,6 +138,7 @@ def build_engine(
         return loaded, adapters or _host_tier(expected, loaded)
 
     (platform, reports), (loaded, host) = _probe_and_load(device, shapes_to_probe(expected), probing, load)
+    refuse_fallbacks(platform)
     config, reasons = decide(options, device, free_bytes=partial(_free_behind_the_probe, free_bytes))
     rows: RowPool | None = None
     if config.row_bytes > 0:
@@ -146,7 +149,7 @@ def build_engine(
             device=loaded.device,
             alignment=platform.row_alignment,
             max_rank=max_rank_of(platform),
-            rows_behind=loaded.model.rows_behind if config.lora_window else None,
+            rows_behind=loaded.model.rows_behind if config.lora_window and not config.batch_invariant else None,
             side_bytes=config.side_bytes,
             base=loaded.model,
             cost_per_row=partial(_cost_per_row, host),

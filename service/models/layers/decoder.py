@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from kernels.batch_invariant.mode import batch_invariant_mode
 from kernels.linear import ops as linear_ops
 from kernels.lora import ops as lora_ops
 from kernels.lora.maps import LoraMaps
@@ -153,7 +154,8 @@ class Decoder:
         memory  1-D, at least num_rows * `most_logits_columns` of the model's dtype, in which the logits lie; made when
                 None
         """
-        logits = self._logits(self._hidden(batch, caches, batch.logits_rows), batch, memory)
+        with batch_invariant_mode(batch.token_ids.device):
+            logits = self._logits(self._hidden(batch, caches, batch.logits_rows), batch, memory)
         if memory is None or logits.data_ptr() == memory.data_ptr():
             return logits
         return memory[: logits.numel()].view(logits.shape).copy_(logits)
@@ -162,8 +164,9 @@ class Decoder:
     def forward_with_hidden(self, batch: StepBatch, caches: Caches) -> tuple[torch.Tensor, torch.Tensor]:
         """As `forward`, with the hidden states of all tokens behind the final norm, [num_tokens, hidden_size] in the
         model's dtype."""
-        hidden, rows = self._hidden(batch, caches, None), batch.logits_rows
-        logits = self._logits(hidden if rows is None else hidden.index_select(0, rows), batch)
+        with batch_invariant_mode(batch.token_ids.device):
+            hidden, rows = self._hidden(batch, caches, None), batch.logits_rows
+            logits = self._logits(hidden if rows is None else hidden.index_select(0, rows), batch)
         return logits, hidden
 
     def _logits(self, hidden: torch.Tensor, batch: StepBatch, memory: torch.Tensor | None = None) -> torch.Tensor:

@@ -19,6 +19,7 @@ from kernels.lora.maps import LoraMaps
 from kernels.lora.non_lora import own_norm
 from kernels.paged_attention import ops as paged_attention_ops
 from kernels.paged_attention.ops import paged_attention
+from kernels.platform import in_use
 from kernels.rms_norm import ops as rms_norm_ops
 from kernels.rms_norm.ops import add_rms_norm, rms_norm
 from kernels.rotary_kv import ops as rotary_kv_ops
@@ -58,8 +59,7 @@ class RmsNorm:
         side = side_of(lora)
         if side is None or side.norms is None:
             return rms_norm(x, self.weight, self._eps)
-        assert self._own is not None and self._ones is not None, f"{self.name} has no room for adapters' weights"
-        return own_norm(rms_norm(x, self._ones, self._eps), self._own, side.norms)
+        return self._with_own(rms_norm(x, self._ones_like_own, self._eps), x, side.norms)
 
     def warm_up(self, dtype: torch.dtype) -> None:
         """Compile what steps of any size need here; the same for all norms of a model."""
@@ -72,9 +72,22 @@ class RmsNorm:
         side = side_of(lora)
         if side is None or side.norms is None:
             return add_rms_norm(x, residual, self.weight, self._eps)
-        assert self._own is not None and self._ones is not None, f"{self.name} has no room for adapters' weights"
-        unit, stream = add_rms_norm(x, residual, self._ones, self._eps)
-        return own_norm(unit, self._own, side.norms), stream
+        unit, stream = add_rms_norm(x, residual, self._ones_like_own, self._eps)
+        return self._with_own(unit, stream, side.norms), stream
+
+    @property
+    def _ones_like_own(self) -> torch.Tensor:
+        assert self._ones is not None, f"{self.name} has no room for adapters' weights"
+        return self._ones
+
+    def _with_own(self, unit: torch.Tensor, x: torch.Tensor, lines: torch.Tensor) -> torch.Tensor:
+        """unit, which is x normed without a weight, times the weights of each token's adapter, or the norm's own."""
+        assert self._own is not None
+        normed = own_norm(unit, self._own, lines)
+        if not in_use(x.device).batch_invariant:
+            return normed
+        # Rounded once for the others, as in steps without such adapters.
+        return torch.where((lines > 0).unsqueeze(1), normed, rms_norm(x, self.weight, self._eps))
 
 
 class Attention:
@@ -132,17 +145,7 @@ class Attention:
             self._norm_whole(qkv)
         if spec.turns_neighbours:
             self._part_neighbours(qkv, rotation.cos.shape[2])
-        qkv, head_weight = (qkv, None) if self.head_norms is None else self.head_norms.apply(qkv, batch.lora)
-        turn = (rotation.cos, rotation.sin)
-        if spec.cache_of is not None:
-            q, _, _ = rotated(qkv, *turn, 0, head_weight, self._head_eps)
-        else:
-            q = rotary_kv(
-                *(qkv, *turn, cache.k, cache.v, batch.attention.slot_mapping),
-                head_weight=head_weight,
-                eps=self._head_eps,
-                has_gates=qkv.shape[1] > spec.num_heads + 2 * spec.num_kv_heads,
-            )
+        q = self._rotated(qkv, batch, rotation, cache)
         if rotation.query_factors is not None:
             q.mul_(rotation.query_factors)
         scale = rotation.score_factor * spec.scale
@@ -159,6 +162,36 @@ class Attention:
         if gate is not None:
             mixed = mixed * torch.sigmoid(gate)
         return self._out(mixed.view(x.shape[0], -1), batch.lora, batch.window_rows)
+
+    def _rotated(self, qkv: torch.Tensor, batch: StepBatch, rotation: Rotation, cache: KvCache) -> torch.Tensor:
+        """Queries, normed and turned, [tokens, heads, head_dim]; keys and values go into the cache."""
+        norms, slots, side = self.head_norms, batch.attention.slot_mapping, side_of(batch.lora)
+        normed, head_weight = (qkv, None) if norms is None else norms.apply(qkv, batch.lora)
+        if norms is None or side is None or side.norms is None or not in_use(qkv.device).batch_invariant:
+            return self._rotate(normed, rotation, cache, slots, head_weight)
+        # Tokens without such an adapter are rounded as in steps without one.
+        has_own = side.norms > 0
+        q = self._rotate(qkv, rotation, cache, slots, norms.weight)
+        own = self._rotate(normed, rotation, cache, torch.where(has_own, slots, -1), head_weight)
+        return torch.where(has_own[:, None, None], own, q)
+
+    def _rotate(
+        self,
+        qkv: torch.Tensor,
+        rotation: Rotation,
+        cache: KvCache,
+        slots: torch.Tensor,
+        head_weight: torch.Tensor | None,
+    ) -> torch.Tensor:
+        turn = (rotation.cos, rotation.sin)
+        if self._spec.cache_of is not None:
+            return rotated(qkv, *turn, 0, head_weight, self._head_eps)[0]
+        return rotary_kv(
+            *(qkv, *turn, cache.k, cache.v, slots),
+            head_weight=head_weight,
+            eps=self._head_eps,
+            has_gates=qkv.shape[1] > self._spec.num_heads + 2 * self._spec.num_kv_heads,
+        )
 
     def _part_neighbours(self, qkv: torch.Tensor, rotary_dim: int) -> None:
         """Bring the elements that are turned into the order of rotations by halves, in place: scores do not depend on
