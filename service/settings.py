@@ -240,6 +240,11 @@ class Settings(BaseSettings):
         description="largest size of ephemeral versions in memory together; one client has half of it, several as "
         "much each as they leave free; beyond it uploads get 429; 0 refuses them",
     )
+    responses_store_bytes: Size = Field(
+        ByteSize(0),
+        description="largest size of the stored responses of one tenant, below store-dir; the oldest are deleted; 0: "
+        "none is stored, and `previous_response_id` is refused",
+    )
     max_uploads: int = Field(
         16,
         ge=1,

@@ -193,17 +193,18 @@ LAYERS: dict[str, dict[str, str]] = {
         "store_health": "",
         "threads": "",
         "queue_limits": "errors",
+        "response_store": "",
         "schema": "errors threads",
         "http": "errors http_rules schema threads",
         "uploads": "errors http schema",
-        "state": "engine_protocol errors metrics page_cache queue_limits schema store_health uploads",
+        "state": "engine_protocol errors metrics page_cache queue_limits response_store schema store_health uploads",
         "access": "errors http_rules page state",
         "admission": "access errors http queue_limits schema state threads",
         "openapi": "access schema threads",
         "generation": "admission errors http metrics queue_limits schema state threads",
         "entry": "access errors generation http http_rules metrics schema",
         "adapter_routes": "access admission entry errors openapi page_cache schema state threads uploads",
-        "routes": "access adapter_routes admission entry errors generation http openapi queue_limits "
+        "routes": "access adapter_routes admission entry errors generation http openapi queue_limits response_store "
         "schema state threads",
     },
 }

@@ -6,6 +6,7 @@ ApiError
 ├── Unauthorized        no key, or a wrong one
 ├── Forbidden           the key's scopes, or a setting, do not allow it
 ├── UnknownModel        no base model or adapter of that name
+├── UnknownResponse     no stored response of that id
 ├── UnknownRoute        no such path
 ├── WrongMethod         the path is there, but not for this method
 ├── RequestTimeout      head or body of the request did not come in time
@@ -59,6 +60,10 @@ class UnknownModel(ApiError):
     """404: no base model or adapter of that name."""
 
 
+class UnknownResponse(ApiError):
+    """404: no stored response of that id."""
+
+
 class UnknownRoute(ApiError):
     """404: no such path."""
 
@@ -105,6 +110,7 @@ TABLE: dict[type[Exception], Answer] = {
     Unauthorized: Answer(401, "authentication_error", "invalid_api_key"),
     Forbidden: Answer(403, "permission_error", "forbidden"),
     UnknownModel: Answer(404, "NotFoundError", "model_not_found"),
+    UnknownResponse: Answer(404, "NotFoundError", "response_not_found"),
     UnknownRoute: Answer(404, "NotFoundError", "unknown_path"),
     WrongMethod: Answer(405, _INVALID, "method_not_allowed"),
     RequestTimeout: Answer(408, _INVALID, "request_timeout"),

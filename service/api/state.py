@@ -25,6 +25,7 @@ from service.api.metrics.adapter_metrics import MOST_LISTED, Resident, VersionOf
 from service.api.metrics.metrics import Metrics
 from service.api.page_cache import PageCache
 from service.api.queue_limits import QueueLimits, logprob_shares
+from service.api.response_store import ResponseStore
 from service.api.schema.requests import MAX_HELD_LOGPROBS
 from service.api.store_health import StoreHealth
 from service.api.uploads.slots import UploadPlace, UploadSlots
@@ -67,6 +68,7 @@ class Services:
     pages        of listings, as they were written last
     last_used_seconds  when a request for an adapter of the store last began to run, by name
     pins_changed what is pinned may be something else than before
+    responses    of the Responses API; None where nothing is stored
     unkept       pinned names that are not kept, see `adapters.store.pins`
     """
 
@@ -79,6 +81,7 @@ class Services:
     tenants: Tenants = field(default_factory=Tenants)
     sampling_defaults: Mapping[str, float] = field(default_factory=lambda: NEUTRAL)
     store: AdapterStore | None = None
+    responses: ResponseStore | None = None
     store_look: StoreHealth = field(default_factory=StoreHealth)
     draining: bool = False
     prepared: bool = False

@@ -16,7 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 import adapters.errors as store_errors
 from adapters.files.name_versions import Change
-from adapters.files.paths import CONFIG_FILE, join
+from adapters.files.paths import CONFIG_FILE, join, layout_root
 from adapters.row_plan import plan_rows
 from adapters.store.store import AdapterStore, StoreLimits
 from adapters.text.vocabulary import BaseText
@@ -31,6 +31,7 @@ from service.api.entry.middleware import BodyRule, EntryMiddleware
 from service.api.http.json_body import ALWAYS_BYTES, BodyBudget
 from service.api.metrics.metrics import Metrics
 from service.api.openapi import serve_openapi
+from service.api.response_store import ResponseStore
 from service.api.routes import (
     batch,
     chat,
@@ -43,6 +44,7 @@ from service.api.routes import (
     messages,
     models,
     responses,
+    stored_responses,
     tokenize,
 )
 from service.api.state import Services
@@ -81,6 +83,7 @@ ROUTERS = (
     completions.router,
     generate.router,
     responses.router,
+    stored_responses.router,
     messages.router,
     embeddings.router,
     invocations.router,
@@ -169,6 +172,12 @@ def _build_services(settings: Settings, engine: EngineClient | Engines) -> Servi
         tenants=tenants,
         sampling_defaults=_sampling_defaults(settings),
     )
+    if settings.responses_store_bytes:
+        services.responses = ResponseStore(
+            layout_root(settings.store_root, layout) / "responses",
+            int(settings.responses_store_bytes),
+            int(settings.min_free_disk_bytes),
+        )
     if settings.lora_enabled:
         services.store = _open_store(services)
         names = services.store.names()
@@ -285,6 +294,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         for task in tasks:
             task.cancel()
         await engine.drain(0)
+        if services.responses is not None:
+            tasks += services.responses.running.values()
         await asyncio.gather(*tasks, return_exceptions=True)
         if services.store is not None:
             services.store.close()

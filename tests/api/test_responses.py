@@ -253,6 +253,17 @@ class TestRefusals:
         with pytest.raises(openai.NotFoundError, match="nobody"):
             client.responses.create(model="nobody", input="the")
 
+    def test_what_needs_a_store_names_the_setting_that_it_has_not(self, client: openai.OpenAI) -> None:
+        answer = client.responses.create(model=BASE, input="the", max_output_tokens=2, store=True)
+        assert not answer.store  # type: ignore[attr-defined]
+        calls: Any = (client.responses.retrieve, client.responses.delete, client.responses.cancel)
+        for call in (*calls, client.responses.input_items.list):
+            with pytest.raises(openai.NotFoundError, match="--responses-store-bytes"):
+                call(answer.id)
+        for fields in ({"previous_response_id": answer.id}, {"background": True}):
+            with pytest.raises(openai.BadRequestError, match="--responses-store-bytes"):
+                client.responses.create(model=BASE, input="the", **fields)
+
     def test_what_asks_for_nothing_is_accepted(self, client: openai.OpenAI) -> None:
         nothing: Any = {
             "previous_response_id": None, "conversation": None, "background": False, "truncation": "disabled",

@@ -21,7 +21,8 @@ def test_schemathesis_finds_nothing(tmp_path: Path) -> None:
     """With keys, of which an operation may ask for one, and with all that settings turn on."""
     program = environment("schemathesis") / "bin" / "schemathesis"
     keys = {"api_keys": "user", "admin_api_keys": "admin"}
-    with running_server(None, tmp_path, lora_path_root=ADAPTERS, pause_limit_seconds=0.1, **keys) as server:
+    on = {"lora_path_root": ADAPTERS, "pause_limit_seconds": 0.1, "responses_store_bytes": "1MiB"}
+    with running_server(None, tmp_path, **on, **keys) as server:
         flags = ["--config-file", str(PINS / "schemathesis.toml"), "run", f"{server.url}/openapi.json"]
         server.get("/openapi.json")  # made at its first request, which schemathesis does not wait for on a busy machine
         header = ["--header", "Authorization: Bearer admin"]
@@ -35,3 +36,5 @@ def test_schemathesis_finds_nothing(tmp_path: Path) -> None:
         assert f"method={call}" in log, call
     for path in ("/v1/completions", "/v1/chat/completions"):
         assert re.search(rf"path={path} status=200 .* model=shout .* ended=length", log), path
+    for call in ("GET path=/v1/responses/", "POST path=/v1/responses/", "DELETE path=/v1/responses/"):
+        assert re.search(rf"method={call}resp_\S+ status=200", log), call

@@ -123,6 +123,7 @@ class Application:
             store_dir=root / "store",
             max_upload_bytes=4 << 20,  # type: ignore[arg-type]
             min_free_disk_bytes=0,  # type: ignore[arg-type]
+            responses_store_bytes=1 << 20,  # type: ignore[arg-type]
             **more,
         )
         self.loop = asyncio.new_event_loop()
@@ -150,6 +151,7 @@ class Application:
     def call(self, method: str, path: str, body: bytes = b"", headers: tuple[tuple[bytes, bytes], ...] = ()) -> Answer:
         """One request. AssertionError for a 5xx, an answer that is no JSON, or places that are not given back."""
         answer = self.loop.run_until_complete(asyncio.wait_for(self._call(method, path, body, headers), LIMIT_SECONDS))
+        self.loop.run_until_complete(asyncio.gather(*self.services.responses.running.values()))
         assert answer.status < 500, answer
         kind = answer.headers.get(b"content-type", b"")
         if kind.startswith(b"application/json"):

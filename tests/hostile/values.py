@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from service.api.schema.messages import CountTokensRequest, MessagesRequest
 from service.api.schema.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from service.api.schema.responses import ResponsesRequest
 from tests.support.adapter_files import config_bytes, lora_tensors, modules_ending, safetensors_bytes, small_layout
 from tests.support.http.uploads import CONFIG, TENSORS, multipart
 
@@ -141,11 +142,35 @@ ASKED: dict[str, st.SearchStrategy[Any]] = {
     "stop_sequences": st.lists(st.just("a") | VALUES, max_size=3),
     "stream": st.booleans(),
 }
+# Of the Responses API.
+ITEMS = st.lists(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "type": st.sampled_from(
+                ["message", "function_call", "function_call_output", "reasoning", "item_reference"]
+            ),
+            "role": st.sampled_from(["user", "assistant", "system"]),
+            "content": st.sampled_from(["a", [{"type": "input_text", "text": "a"}]]) | VALUES,
+            "call_id": st.just("c1") | VALUES,
+            "name": st.just("add") | VALUES,
+            "arguments": st.sampled_from(["{}", '{"a', "\x00"]) | VALUES,
+            "output": st.just("3") | VALUES,
+        },
+    ),
+    max_size=4,
+)
+CONTINUED: dict[str, st.SearchStrategy[Any]] = {
+    "previous_response_id": st.sampled_from(["resp_1", "resp_" + "0" * 32, "../x", "\x00"]) | VALUES,
+    "store": st.booleans() | VALUES,
+    "background": st.booleans() | VALUES,
+}
 SCHEMAS: dict[str, Any] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
+    "/v1/responses": ResponsesRequest,
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountTokensRequest,
 }
@@ -162,6 +187,9 @@ def bodies(draw: st.DrawFn) -> tuple[str, Any]:
     if schema in (MessagesRequest, CountTokensRequest):
         body |= {"max_tokens": 3, "messages": draw(st.just(GOOD_FIELDS["messages"]) | TURNS | MESSAGES)}
         body |= draw(st.fixed_dictionaries({}, optional=ASKED))
+    elif schema is ResponsesRequest:
+        body |= {"input": draw(st.just("a") | ITEMS), "max_output_tokens": 3}
+        body |= draw(st.fixed_dictionaries({}, optional=CONTINUED))
     elif schema is ChatRequest:
         body["messages"] = draw(st.just(GOOD_FIELDS["messages"]) | MESSAGES)
     elif schema is CompletionRequest:
@@ -177,7 +205,8 @@ def bodies(draw: st.DrawFn) -> tuple[str, Any]:
 HEADER_NAMES = """content-type authorization x-request-id content-length expect origin accept range x-api-key
 transfer-encoding cookie if-match if-none-match content-encoding x-forwarded-for"""
 PATHS = """/v1/completions /tokenize /v1/models /v1/adapters /v1/adapters/shout /v1/adapters/.. /metrics
-/health /version /openapi.json /docs / /v1/models/ /v1/models/base // /tokenizer_info"""
+/health /version /openapi.json /docs / /v1/models/ /v1/models/base // /tokenizer_info /v1/responses/resp_1
+/v1/responses/x/input_items?limit=1&include[]=a /v1/responses/%00/cancel"""
 
 
 def headers() -> st.SearchStrategy[Any]:

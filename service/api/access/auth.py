@@ -47,6 +47,7 @@ ROUTES = (
     Route("/metrics", "any"),
     Route("/load", "any"),
     *(Route(path, "infer") for path in INFERENCE_PATHS),
+    Route("/v1/responses/", "infer"),
     Route("/v1/models", "any"),
     Route("/v1/models/", "any"),
     Route("/v1/adapters", "any", _READING),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from typing import Any, Protocol
 
@@ -57,6 +57,7 @@ class EventStream(Response):
 
     encode  a chunk, or what was told of an error, to an event
     told    what is said of an error
+    settle  awaited once before the end is told, with the error that ends the stream, or None; also if the client goes
     ping    an event for every `PING_SECONDS` in which nothing else came by the task; none where it is empty
     """
 
@@ -69,11 +70,13 @@ class EventStream(Response):
         *,
         encode: Callable[[Any], bytes] = encode_event,
         told: Callable[[Exception], Any] = error_body,
+        settle: Callable[[Exception | None], Awaitable[None]] | None = None,
         last: bytes = DONE,
         ping: bytes = b"",
     ) -> None:
         self._job, self._chunks = job, chunks
         self._encode, self._told, self._last, self._ping = encode, told, last, ping
+        self._unsettled = settle
         self.status_code, self.background = 200, None
         self.init_headers({"Cache-Control": "no-cache"})
         self._error: Exception | None = None
@@ -97,6 +100,7 @@ class EventStream(Response):
             self._is_idle = False
             watching.cancel()
             self._job.close()
+            await self._settle(None)
             if self._error is not None:
                 scope["multilora.notes"].failed(self._error)
             await asyncio.gather(watching, return_exceptions=True)
@@ -120,6 +124,7 @@ class EventStream(Response):
                     await self._tell(send, await self._added(*news))
                 if not self._job.is_finished:
                     await self._wait(send)
+            await self._settle(None)
             await self._end(send, self._chunks.last())
         except ClientDisconnect:
             raise
@@ -127,7 +132,13 @@ class EventStream(Response):
             if not isinstance(error, HANDLED):
                 LOGGER.exception("A stream failed unexpectedly.")
             self._error = error
+            await self._settle(error)
             await self._end(send, [self._told(error)])
+
+    async def _settle(self, error: Exception | None) -> None:
+        settle, self._unsettled = self._unsettled, None
+        if settle is not None:
+            await settle(error)
 
     async def _wait(self, send: Send) -> None:
         """Until there is news for the task, which the listener writes meanwhile. A ping is the task's own to write."""

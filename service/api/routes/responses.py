@@ -1,30 +1,37 @@
-"""POST /v1/responses: a chat in the shapes of OpenAI's Responses API, of which nothing is kept."""
+"""POST /v1/responses: a chat in the shapes of OpenAI's Responses API, stored where the operator wants that."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 from uuid import uuid4
 
+import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
+from service.api.access.auth import caller_of
 from service.api.admission.pipeline import Admitted
 from service.api.admission.sampling import sampling_parameters
-from service.api.entry.request_log import notes_of
-from service.api.errors import ApiError, error_body
+from service.api.entry.request_log import note_job, notes_of
+from service.api.errors import ApiError, BadRequest, error_body, status_of
 from service.api.generation.sequence import OutputChunk
 from service.api.http.json_body import JsonRoute
-from service.api.http.sse import encode_typed_event
+from service.api.http.sse import JsonResponse, encode_typed_event
 from service.api.openapi import GENERATION_ERRORS, streamed
+from service.api.response_store import StoredResponse, new_id
 from service.api.routes.answer import admitted, respond
 from service.api.routes.chat import ChatAnswer
+from service.api.routes.stored_responses import NOT_STORED, continued, conversation_before, put, run_in_background
+from service.api.routes.tokenize import CHARS_PER_PLACE, num_places
 from service.api.schema.requests import ChatRequest
 from service.api.schema.response_answers import ResponseObject
-from service.api.schema.responses import NAMES, ResponsesRequest, chat_of, renamed
+from service.api.schema.responses import ITEM_PREFIXES, NAMES, ResponsesRequest, chat_of, renamed
 from service.api.state import Services, services_of
 from service.api.threads import run_in_thread
+from service.text.tokenizer import NotUnicode
 
 router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 
@@ -42,28 +49,86 @@ _CUTS = {"length": "max_output_tokens", "abort": "abort"}
     summary="Answer in the Responses API",
 )
 async def create_response(request: Request, body: ResponsesRequest) -> Response:
-    """Answer an input, with the base or an adapter. Nothing is stored: `store` is accepted and answered with false."""
-    chat = await run_in_thread(lambda: chat_of(body), size_chars=body.num_chars)
+    """Answer an input, with the base or an adapter, behind the conversation of a stored response if one is named. The
+    answer is stored where the server stores any, unless `store` is false."""
+    services, tenant = services_of(request), caller_of(request).tenant.name
+    if body.background and services.responses is None:
+        raise BadRequest(f"`background` {NOT_STORED}; send `stream`.", param="background")
+    answer = await _begun(request, services, tenant, body)
+    notes = notes_of(request)
+    notes.leave_out(body.left_out)
+    if answer.items and body.background:
+        note_job(request, answer.job, NAMES)
+        return JsonResponse(await run_in_background(services, tenant, answer))
+
+    async def keep(response: dict[str, Any]) -> bool:
+        is_kept = await put(services, tenant, StoredResponse(response, answer.items))
+        notes.leave_out([] if is_kept else ["store"])
+        return is_kept
+
+    answer.keep = keep if answer.items else None
+    stream: dict[str, Any] = {"encode": encode_typed_event, "told": answer.failure_event, "settle": answer.settle}
+    return await respond(request, answer, names=NAMES, last=b"", **stream)
+
+
+async def _begun(request: Request, services: Services, tenant: str, body: ResponsesRequest) -> ResponseAnswer:
+    """The request, running. Raises as `admit` and `conversation_before` do."""
+    with ExitStack() as places:
+        before, size_chars = list[dict[str, Any]](), body.num_chars
+        if body.previous_response_id is not None:
+            previous = await conversation_before(services, tenant, body.previous_response_id)
+            places.enter_context(services.calls.places(num_places(previous.num_bytes, CHARS_PER_PLACE)))
+            before, size_chars = previous.items, size_chars + previous.num_bytes
+        stores = services.responses is not None and body.store is not False
+
+        def read() -> tuple[ChatRequest, list[dict[str, Any]]]:
+            items = before + [item.stored for item in body.items] if stores else []
+            _check_unicode(items, body)
+            return chat_of(continued(body, before) if before else body), items
+
+        chat, items = await run_in_thread(read, size_chars=size_chars)
+        try:
+            held = await admitted(request, chat)
+        except ApiError as error:
+            raise renamed(error) from None
+    return ResponseAnswer(services, body, chat, held, items)
+
+
+def _check_unicode(items: list[dict[str, Any]], body: ResponsesRequest) -> None:
+    """NotUnicode for what could not be written again, whether the model sees it or not."""
+    told = body.metadata, body.tools, body.tool_choice, None if body.text is None else body.text.format
     try:
-        held = await admitted(request, chat)
-    except ApiError as error:
-        raise renamed(error) from None
-    answer = ResponseAnswer(services_of(request), body, chat, held)
-    notes_of(request).leave_out(body.left_out)
-    return await respond(request, answer, names=NAMES, encode=encode_typed_event, told=answer.failure_event, last=b"")
+        msgspec.json.encode((items, told))
+    except UnicodeEncodeError:
+        raise NotUnicode("The request holds half of a surrogate pair; send valid Unicode.") from None
 
 
 class ResponseAnswer:
-    """A running response and how its answer is written. Close `job` in the end."""
+    """A running response and how its answer is written. Close `job` in the end.
 
-    def __init__(self, services: Services, request: ResponsesRequest, chat: ChatRequest, admitted: Admitted) -> None:
+    keep   stores the whole answer, and returns whether that could be done; None for one that is not to be stored
+    items  the input of one that is to be stored, see `StoredResponse`; empty for another one
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        request: ResponsesRequest,
+        chat: ChatRequest,
+        admitted: Admitted,
+        items: list[dict[str, Any]],
+    ) -> None:
         self._defaults = services.sampling_defaults
         self._request = request
         self._chat = ChatAnswer(services, chat, admitted, keeps_logprobs=True)
         self._output = ResponseOutput()
-        self._id, self._created = f"resp_{uuid4().hex}", int(time.time())
+        self.id, self._created = new_id(), int(time.time())
         self._num_events = 0
-        self._finish_reason, self._usage = "stop", None
+        self._finish_reason: str | None = None
+        self._usage: dict[str, Any] | None = None
+        self._ending: list[dict[str, Any]] = []
+        self.keep: Callable[[dict[str, Any]], Awaitable[bool]] | None = None
+        self.items = items
         self.job = self._chat.job
 
     async def whole(self) -> dict[str, Any]:
@@ -75,25 +140,53 @@ class ResponseAnswer:
         self._finish_reason = choice["finish_reason"]
         for _ in self._output.finish(self._status):
             pass
-        return self._response(self._status, chat["usage"])
+        return await self._kept(self._response(self._status, chat["usage"]))
 
     def first(self) -> Iterator[dict[str, Any]]:
         """The events `response.created` and `response.in_progress`, with the request's fields."""
         for kind in ("created", "in_progress"):
-            yield self._numbered({"type": f"response.{kind}", "response": self._response("in_progress", None)})
+            yield self._numbered({"type": f"response.{kind}", "response": self.begun()})
         yield from self._events(self._chat.first())
 
     def added(self, index: int, piece: OutputChunk) -> Iterator[dict[str, Any]]:
         """The events of a piece, possibly none."""
         yield from self._events(self._chat.chunks(index, piece))
 
-    def last(self) -> Iterator[dict[str, Any]]:
+    async def settle(self, error: Exception | None) -> None:
+        """Store the answer whose stream ends, whole or as far as it came: a client that has heard of the end may ask
+        for it at once."""
+        if error is not None or self._finish_reason is None:
+            await self._kept(self.broken_off(error))
+            return
+        self._ending = list(self._events(self._chat.last()))
+        self._ending += map(self._numbered, self._output.finish(self._status))
+        response = await self._kept(self._response(self._status, self._usage))
+        self._ending.append(self._numbered({"type": f"response.{self._status}", "response": response}))
+
+    def last(self) -> list[dict[str, Any]]:
         """The end of the last item, and the whole answer."""
-        yield from self._events(self._chat.last())
-        for event in self._output.finish(self._status):
-            yield self._numbered(event)
-        response = self._response(self._status, self._usage)
-        yield self._numbered({"type": f"response.{self._status}", "response": response})
+        return self._ending
+
+    def begun(self) -> dict[str, Any]:
+        """The answer before there is any."""
+        return self._response("in_progress", None)
+
+    def broken_off(self, error: Exception | None) -> dict[str, Any]:
+        """The answer as far as it came: failed by the error, or cancelled."""
+        if self._output.items:
+            for _ in self._output.finish("incomplete"):
+                pass
+        if error is None:
+            return self._response("cancelled", None)
+        code = "server_error" if status_of(error) >= 500 else "invalid_prompt"
+        told = {"code": code, "message": error_body(error)["error"]["message"]}
+        return {**self._response("failed", None), "error": told}
+
+    async def _kept(self, response: dict[str, Any]) -> dict[str, Any]:
+        if self.keep is not None and not await self.keep(response):
+            self.keep = None
+            response["store"] = False
+        return response
 
     def _events(self, chunks: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         """The chat's chunks as this API tells them."""
@@ -125,24 +218,24 @@ class ResponseAnswer:
         told = sampling_parameters(request, self._defaults)
         text_format = (request.text.format if request.text is not None else None) or {"type": "text"}
         return {
-            "id": self._id,
+            "id": self.id,
             "object": "response",
             "created_at": self._created,
-            "completed_at": int(time.time()) if status != "in_progress" else None,
+            "completed_at": int(time.time()) if status in ("completed", "incomplete") else None,
             "status": status,
-            "background": False,
+            "background": request.background is True,
             "error": None,
-            "incomplete_details": {"reason": _CUTS[self._finish_reason]} if status == "incomplete" else None,
+            "incomplete_details": {"reason": _CUTS[self._finish_reason or ""]} if status == "incomplete" else None,
             "instructions": request.instructions,
             "max_output_tokens": request.max_output_tokens,
             "metadata": request.metadata or {},
             "model": self.job.name,
             "output": list(self._output.items),
             "parallel_tool_calls": request.parallel_tool_calls is not False,
-            "previous_response_id": None,
+            "previous_response_id": request.previous_response_id,
             "reasoning": {"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
             "service_tier": "default",
-            "store": False,
+            "store": bool(self.items),
             "system_fingerprint": self.job.fingerprint,
             "temperature": told["temperature"],
             "text": {"format": text_format, "verbosity": "medium"},
@@ -221,8 +314,7 @@ class ResponseOutput:
             yield {"type": "response.function_call_arguments.delta", **self._place(), "delta": arguments}
 
     def _begin(self, item: dict[str, Any]) -> Iterator[EventFields]:
-        prefix = {"message": "msg", "reasoning": "rs", "function_call": "fc"}[item["type"]]
-        item |= {"id": f"{prefix}_{uuid4().hex}", "status": "in_progress"}
+        item |= {"id": f"{ITEM_PREFIXES[item['type']]}_{uuid4().hex}", "status": "in_progress"}
         self.items.append(item)
         self._is_open = True
         yield {"type": "response.output_item.added", "output_index": len(self.items) - 1, "item": _copy(item)}

@@ -28,11 +28,15 @@ def refuse_query(request: Request) -> None:
 no_query = Depends(refuse_query)
 
 
+# Lists, the second as OpenAI's clients write the first.
+_LISTS = ("include", "include[]")
+
+
 def _refuse_repeats(request: Request) -> None:
     for name in request.query_params:
-        if len(request.query_params.getlist(name)) > 1:
+        if name not in _LISTS and len(request.query_params.getlist(name)) > 1:
             raise BadRequest(f"`{quoted(name)}` is there twice; send it once.", param=quoted(name))
 
 
-# For routes whose parameters have one value each: of two, one would be dropped.
+# For routes whose parameters have one value each, but for lists: of two, one would be dropped.
 each_once = Depends(_refuse_repeats)

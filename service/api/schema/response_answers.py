@@ -1,4 +1,4 @@
-"""Answers of POST /v1/responses and POST /v1/messages."""
+"""Answers of the Responses API and of the Messages API."""
 
 from __future__ import annotations
 
@@ -62,17 +62,24 @@ class IncompleteDetails(Response):
     reason: Literal["max_output_tokens", "abort"]
 
 
+class ResponseError(Response):
+    """Why an answer failed."""
+
+    code: str
+    message: str
+
+
 class ResponseObject(Response):
-    """Answer of POST /v1/responses: what was asked, as far as it matters, and `output`. `model` is the base or adapter
+    """A response: what was asked, as far as it matters, and `output`. `model` is the base or adapter
     that answers, and `system_fingerprint` changes with the content of either."""
 
     id: str
     object: Literal["response"]
     created_at: int
     completed_at: int | None
-    status: Literal["in_progress", "completed", "incomplete"]
-    background: Literal[False]
-    error: None
+    status: Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
+    background: bool
+    error: ResponseError | None
     incomplete_details: IncompleteDetails | None
     instructions: str | None
     max_output_tokens: int | None
@@ -80,10 +87,10 @@ class ResponseObject(Response):
     model: str
     output: list[OutputItem]
     parallel_tool_calls: bool
-    previous_response_id: None
+    previous_response_id: str | None
     reasoning: dict[str, str | None]
     service_tier: Literal["default"]
-    store: Literal[False]
+    store: bool
     system_fingerprint: str
     temperature: float
     text: dict[str, Any]
@@ -93,6 +100,24 @@ class ResponseObject(Response):
     top_p: float
     truncation: Literal["disabled"]
     usage: ResponseUsage | None
+
+
+class DeletedResponse(Response):
+    """Answer of DELETE /v1/responses/{response_id}."""
+
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class InputItemList(Response):
+    """A page of the items that a response answers, and whether more follow after `last_id`."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
 
 
 class ResponseEvent(Response):

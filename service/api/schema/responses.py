@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
+from uuid import uuid4
 
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
@@ -34,6 +35,8 @@ _NEEDED = {
     "function_call_output": ("call_id", "output"),
     "reasoning": (),
 }
+# How ids of items begin.
+ITEM_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 _LOGPROBS = "message.output_text.logprobs"
 # An answer may be sent back as it is: what else it could hold is never there.
 _NOTHING_TO_INCLUDE = "reasoning.encrypted_content"
@@ -74,6 +77,25 @@ class InputItem(Request):
         return self
 
     @property
+    def stored(self) -> dict[str, Any]:
+        """The item as it is stored and listed, with an id of its own."""
+        kind = self.type or "message"
+        item = {"id": f"{ITEM_PREFIXES[kind]}_{uuid4().hex}", "type": kind, "status": "completed"}
+        if kind == "function_call":
+            return item | {"call_id": self.call_id, "name": self.name, "arguments": self.arguments}
+        if kind == "function_call_output":
+            return item | {"call_id": self.call_id, "output": _parts(self.output, "input_text", keep_text=True)}
+        if kind == "reasoning":
+            return item | {"summary": [], "content": _parts(self.content, "reasoning_text")}
+        text = "output_text" if self.role == "assistant" else "input_text"
+        return item | {"role": self.role, "content": _parts(self.content, text)}
+
+    @property
+    def num_containers(self) -> int:
+        """The item, and each of its parts."""
+        return 1 + sum(len(texts) for texts in (self.content, self.output) if isinstance(texts, list))
+
+    @property
     def num_chars(self) -> int:
         """About the characters that become a message."""
         return len(_joined(self.content)) + len(_joined(self.output)) + len(self.arguments or "")
@@ -106,13 +128,16 @@ class TextOptions(Request):
 
 
 class ResponsesRequest(Decoding):
-    """Body of POST /v1/responses. Nothing is kept: a conversation is sent whole, as `input`."""
+    """Body of POST /v1/responses."""
 
     unserved = RESPONSE_FIELDS
 
     input: str | Annotated[list[InputItem], Field(min_length=1), FIRST] = Field(
         description="a text, or the conversation so far: messages, function calls and their results"
     )
+    previous_response_id: str | None = Field(None, description="the stored response whose conversation goes on")
+    store: bool | None = Field(None, description="false: the answer is not stored")
+    background: bool | None = Field(None, description="answer at once, and go on without the client")
     instructions: str | None = Field(None, description="a system message before the input")
     max_output_tokens: Annotated[int, Field(ge=1)] | None = Field(
         None, description="largest number of tokens of the answer; default: the rest of the context"
@@ -139,11 +164,23 @@ class ResponsesRequest(Decoding):
 
     @model_validator(mode="after")
     def _check_include(self) -> ResponsesRequest:
-        for index, name in enumerate(self.include or ()):
-            if name not in (_LOGPROBS, _NOTHING_TO_INCLUDE):
-                sentence = f"`include` names {quoted(name)!r}, which no answer of this server has; leave it out."
-                raise field_error(f"include[{index}]", sentence)
+        check_include(self.include)
         return self
+
+    @model_validator(mode="after")
+    def _check_background(self) -> ResponsesRequest:
+        if self.background and self.stream:
+            raise field_error("background", "`background` cannot be streamed here; leave out it or `stream`.")
+        if self.background and self.store is False:
+            raise field_error("background", "`background` needs a stored response; leave out `store`.")
+        return self
+
+    @property
+    def items(self) -> list[InputItem]:
+        """The input, of which a text is a message of the user."""
+        if isinstance(self.input, str):
+            return [InputItem.model_validate({"role": "user", "content": self.input})]
+        return self.input
 
     @property
     def left_out(self) -> list[str]:
@@ -161,6 +198,14 @@ class ResponsesRequest(Decoding):
         form = None if self.text is None else self.text.format
         other = [self.tools, self.tool_choice, self.chat_template_kwargs, form]
         return said + len(self.instructions or "") + least_chars(other, LONG_TEXT_CHARS)
+
+
+def check_include(names: list[str] | None) -> None:
+    """A field error for what no answer has."""
+    for index, name in enumerate(names or ()):
+        if name not in (_LOGPROBS, _NOTHING_TO_INCLUDE):
+            sentence = f"`include` names {quoted(name)!r}, which no answer of this server has; leave it out."
+            raise field_error(f"include[{index}]", sentence)
 
 
 def chat_of(request: ResponsesRequest) -> ChatRequest:
@@ -260,6 +305,13 @@ def _add_to_answer(messages: list[dict[str, Any]], item: InputItem) -> None:
         answer["content"] = [_joined(item.content)]
     else:
         answer["content"].append(_joined(item.content))
+
+
+def _parts(texts: str | list[TextPart] | None, kind: str, *, keep_text: bool = False) -> Any:
+    """The texts as a list of parts, of which a text alone is one of this kind."""
+    if isinstance(texts, str):
+        return texts if keep_text else [{"type": kind, "text": texts}]
+    return [part.model_dump(exclude_none=True) for part in texts or ()]
 
 
 def _joined(texts: str | list[TextPart] | None) -> str:

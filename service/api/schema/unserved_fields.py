@@ -175,11 +175,10 @@ GENERATE_SAMPLING_FIELDS = GENERATION_FIELDS | _table(
     _refused("logits_processors", "extra_args", neutral=([], {})),
     _refused("flat_logprobs", neutral=(False,)),
 )
-# Fields of responses: a chat's, and those that need a server which stores something.
+# Fields of responses: a chat's, and those of OpenAI's services around the model.
 RESPONSE_FIELDS = GENERATION_FIELDS | _table(
-    _refused("previous_response_id", "conversation", advice="send the whole conversation as `input`"),
+    _refused("conversation", advice="send `previous_response_id`, or the whole conversation as `input`"),
     _refused("prompt", advice="send `input`"),
-    _refused("background", neutral=(False,), advice="send `stream`"),
     _refused("truncation", neutral=("disabled",), advice="send `truncate_prompt_tokens` to /v1/chat/completions"),
     _refused("context_management", neutral=([],)),
     _refused("max_tool_calls", advice="end the loop that calls the tools"),

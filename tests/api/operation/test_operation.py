@@ -70,6 +70,10 @@ STATUSES: dict[str, tuple[str, str]] = {
     "post /inference/v1/generate": ("200 400 404 413 429 500 503", "401 403"),
     "post /invocations": ("200 400 404 413 429 500 503", "401 403"),
     "post /v1/responses": ("200 400 404 413 429 500 503", "401 403"),
+    "get /v1/responses/{response_id}": ("200 400 404 429 503", "401 403"),
+    "delete /v1/responses/{response_id}": ("200 400 404 413 429 503", "401 403"),
+    "post /v1/responses/{response_id}/cancel": ("200 400 404 413 429 503", "401 403"),
+    "get /v1/responses/{response_id}/input_items": ("200 400 404 429 503", "401 403"),
     "post /v1/messages": ("200 400 404 413 429 500 503", "401 403"),
     "post /v1/messages/count_tokens": ("200 400 404 413 429 500 503", "401 403"),
     "post /v1/embeddings": ("200 400 404 413 429 500 503", "401 403"),
@@ -116,6 +120,7 @@ STATUSES: dict[str, tuple[str, str]] = {
 
 WITHOUT_BODY = {
     "post /ping",
+    "post /v1/responses/{response_id}/cancel",
     "post /reset_prefix_cache",
     "post /flush_cache",
     "post /pause",
@@ -155,7 +160,7 @@ class TestOpenapi:
         gets = [path for path, operations in openapi["paths"].items() if "get" in operations]
         assert len(gets) >= 11
         for path in (*gets, "/", "/openapi.json", "/v1/models?prefix=nobody", "/v1/models?bad=1", "/v1/nothing"):
-            url = server.url + path.format(model="alpha", name="alpha")
+            url = server.url + path.format(model="alpha", name="alpha", response_id="resp_1")
             got, head = server.http.get(url), server.http.head(url)
             assert (head.status_code, head.content) == (got.status_code, b""), path
             # Of errors the sentence names the method, and counters go up between the two.

@@ -1,8 +1,9 @@
-"""What schemathesis cannot make up: files that are an adapter, and names of models that are there."""
+"""What schemathesis cannot make up: files that are an adapter, and names of models and responses that are there."""
 
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,26 @@ _FIRST: dict[str, dict[str, Any]] = {
     "/v1/messages": {"model": "shout", "messages": [{"role": "user", "content": "x"}]},
 }
 
+# The last stored response: nobody makes up an id.
+_stored: list[str] = []
+
+
+@schemathesis.hook
+def after_call(context: Any, case: Any, response: Any) -> None:  # noqa: ARG001
+    """Remember what was stored."""
+    if case.path == "/v1/responses" and response.status_code == 200 and b'"store":true' in response.content:
+        _stored[:] = re.findall(r"resp_[0-9a-f]{32}", response.text)[:1]
+
 
 @schemathesis.hook
 def before_call(context: Any, case: Any, kwargs: dict[str, Any]) -> None:  # noqa: ARG001
     """Uploads that fit the schema hold an adapter; requests that fit it name a model that is there, and are short."""
     body = case.body
-    if case.meta is None or case.meta.generation.mode != GenerationMode.POSITIVE or not isinstance(body, dict):
+    if case.meta is None or case.meta.generation.mode != GenerationMode.POSITIVE:
+        return
+    if _stored and case.path.startswith("/v1/responses/{"):
+        case.path_parameters["response_id"] = _stored[0]
+    if not isinstance(body, dict):
         return
     if (case.method.upper(), case.path) == ("POST", "/v1/adapters"):
         # Beside the case: bytes in its body are no strings, and would make it one that does not fit the schema.
@@ -66,6 +81,8 @@ def _make_servable(body: dict[str, Any], length: str | None) -> None:
     if "model" in body or "adapter_id" in body:
         body.pop("adapter_id", None)
         body["model"] = _MODELS[len(body) % len(_MODELS)]
+    if _stored and body.get("previous_response_id"):
+        body["previous_response_id"] = _stored[0]
     for name in ("reasoning_effort", "enable_thinking"):  # the bundled template takes neither
         body.pop(name, None)
     if length is not None:
