@@ -13,6 +13,7 @@ INFERENCE_PATHS = (
     "/v1/completions/batch",
     "/inference/v1/generate",
     "/v1/responses",
+    "/v1/responses/input_tokens",
     "/v1/messages",
     "/v1/messages/count_tokens",
     "/v1/embeddings",

@@ -58,6 +58,11 @@ class Stored:
     def prompt(self) -> str:
         return self.server.engine.last_prompt
 
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Those of the last prompt."""
+        return tuple(self.server.engine.submitted[-1].prompt_token_ids)
+
     def create(self, text: Any, **options: Any) -> Any:
         return self.client.responses.create(model=BASE, input=text, **options)
 
@@ -118,6 +123,10 @@ class TestConversations:
         ]
         stored.create(whole, instructions="Be long.", store=False, **asked)
         assert chained == stored.prompt
+        counted = stored.client.responses.input_tokens.count(
+            model=BASE, input="Sure?", previous_response_id=second.id, instructions="Be long.", **asked
+        )
+        assert (counted.input_tokens, third.usage.input_tokens) == (len(stored.tokens), len(stored.tokens))
         assert "result is 3" in chained
         items = stored.client.responses.input_items.list(third.id, order="asc").data
         kinds = ["message", "message", "function_call", "function_call_output", "message", "message"]

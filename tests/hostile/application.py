@@ -151,7 +151,6 @@ class Application:
     def call(self, method: str, path: str, body: bytes = b"", headers: tuple[tuple[bytes, bytes], ...] = ()) -> Answer:
         """One request. AssertionError for a 5xx, an answer that is no JSON, or places that are not given back."""
         answer = self.loop.run_until_complete(asyncio.wait_for(self._call(method, path, body, headers), LIMIT_SECONDS))
-        self.loop.run_until_complete(asyncio.gather(*self.services.responses.running.values()))
         assert answer.status < 500, answer
         kind = answer.headers.get(b"content-type", b"")
         if kind.startswith(b"application/json"):
@@ -193,6 +192,7 @@ class Application:
             sent.append(message)
 
         await self.app(scope, receive, send)
+        await asyncio.gather(*self.services.responses.running.values())
         start = sent[0]
         return Answer(
             start["status"], dict(start["headers"]), b"".join(message.get("body", b"") for message in sent[1:])

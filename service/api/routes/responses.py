@@ -1,4 +1,5 @@
-"""POST /v1/responses: a chat in the shapes of OpenAI's Responses API, stored where the operator wants that."""
+"""POST /v1/responses and its token count: a chat in the shapes of OpenAI's Responses API, stored where the operator
+wants that."""
 
 from __future__ import annotations
 
@@ -8,7 +9,6 @@ from contextlib import ExitStack
 from typing import Any
 from uuid import uuid4
 
-import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
@@ -19,19 +19,17 @@ from service.api.entry.request_log import note_job, notes_of
 from service.api.errors import ApiError, BadRequest, error_body, status_of
 from service.api.generation.sequence import OutputChunk
 from service.api.http.json_body import JsonRoute
-from service.api.http.sse import JsonResponse, encode_typed_event
-from service.api.openapi import GENERATION_ERRORS, streamed
+from service.api.http.sse import JsonResponse, encode_typed_event, json_answer, until_disconnect
+from service.api.openapi import GENERATION_ERRORS, TEXT_ERRORS, streamed
 from service.api.response_store import StoredResponse, new_id
 from service.api.routes.answer import admitted, respond
 from service.api.routes.chat import ChatAnswer
-from service.api.routes.stored_responses import NOT_STORED, continued, conversation_before, put, run_in_background
-from service.api.routes.tokenize import CHARS_PER_PLACE, num_places
+from service.api.routes.stored_responses import NOT_STORED, conversation_of, put, run_in_background
+from service.api.routes.tokenize import CHARS_PER_PLACE, num_places, prompt_of
 from service.api.schema.requests import ChatRequest
-from service.api.schema.response_answers import ResponseObject
-from service.api.schema.responses import ITEM_PREFIXES, NAMES, ResponsesRequest, chat_of, renamed
+from service.api.schema.response_answers import InputTokens, ResponseObject
+from service.api.schema.responses import ITEM_PREFIXES, NAMES, ResponsesRequest, renamed
 from service.api.state import Services, services_of
-from service.api.threads import run_in_thread
-from service.text.tokenizer import NotUnicode
 
 router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 
@@ -54,7 +52,7 @@ async def create_response(request: Request, body: ResponsesRequest) -> Response:
     services, tenant = services_of(request), caller_of(request).tenant.name
     if body.background and services.responses is None:
         raise BadRequest(f"`background` {NOT_STORED}; send `stream`.", param="background")
-    answer = await _begun(request, services, tenant, body)
+    answer = await _begun(request, body)
     notes = notes_of(request)
     notes.leave_out(body.left_out)
     if answer.items and body.background:
@@ -71,36 +69,35 @@ async def create_response(request: Request, body: ResponsesRequest) -> Response:
     return await respond(request, answer, names=NAMES, last=b"", **stream)
 
 
-async def _begun(request: Request, services: Services, tenant: str, body: ResponsesRequest) -> ResponseAnswer:
-    """The request, running. Raises as `admit` and `conversation_before` do."""
+@router.post(
+    "/v1/responses/input_tokens",
+    response_model=InputTokens,
+    responses=TEXT_ERRORS,
+    summary="Count a response's input tokens",
+)
+async def count_input_tokens(request: Request, body: ResponsesRequest) -> Response:
+    """The number of tokens of the prompt that a response with this body would have."""
+    services = services_of(request)
+    with ExitStack() as held:
+        held.enter_context(services.calls.places(num_places(body.num_chars, CHARS_PER_PLACE)))
+        chat, _ = await conversation_of(request, body, held)
+        try:
+            prompt = await until_disconnect(request, prompt_of(services, caller_of(request), chat))
+        except ApiError as error:
+            raise renamed(error) from None
+        answer = {"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)}
+        return json_answer(answer, held.pop_all().close)
+
+
+async def _begun(request: Request, body: ResponsesRequest) -> ResponseAnswer:
+    """The request, running. Raises as `conversation_of` and `admit` do."""
     with ExitStack() as places:
-        before, size_chars = list[dict[str, Any]](), body.num_chars
-        if body.previous_response_id is not None:
-            previous = await conversation_before(services, tenant, body.previous_response_id)
-            places.enter_context(services.calls.places(num_places(previous.num_bytes, CHARS_PER_PLACE)))
-            before, size_chars = previous.items, size_chars + previous.num_bytes
-        stores = services.responses is not None and body.store is not False
-
-        def read() -> tuple[ChatRequest, list[dict[str, Any]]]:
-            items = before + [item.stored for item in body.items] if stores else []
-            _check_unicode(items, body)
-            return chat_of(continued(body, before) if before else body), items
-
-        chat, items = await run_in_thread(read, size_chars=size_chars)
+        chat, items = await conversation_of(request, body, places)
         try:
             held = await admitted(request, chat)
         except ApiError as error:
             raise renamed(error) from None
-    return ResponseAnswer(services, body, chat, held, items)
-
-
-def _check_unicode(items: list[dict[str, Any]], body: ResponsesRequest) -> None:
-    """NotUnicode for what could not be written again, whether the model sees it or not."""
-    told = body.metadata, body.tools, body.tool_choice, None if body.text is None else body.text.format
-    try:
-        msgspec.json.encode((items, told))
-    except UnicodeEncodeError:
-        raise NotUnicode("The request holds half of a surrogate pair; send valid Unicode.") from None
+    return ResponseAnswer(services_of(request), body, chat, held, items)
 
 
 class ResponseAnswer:

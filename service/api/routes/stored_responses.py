@@ -6,6 +6,7 @@ import asyncio
 from contextlib import ExitStack
 from typing import Annotated, Any, BinaryIO, Literal, Protocol
 
+import msgspec
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -21,11 +22,13 @@ from service.api.response_store import ResponseStore, StoredResponse
 from service.api.routes.tokenize import CHARS_PER_PLACE, num_places
 from service.api.schema.base import field_error
 from service.api.schema.query import each_once, no_query
+from service.api.schema.requests import ChatRequest
 from service.api.schema.response_answers import DeletedResponse, InputItemList, ResponseObject
-from service.api.schema.responses import InputItem, ResponsesRequest, check_include
+from service.api.schema.responses import InputItem, ResponsesRequest, chat_of, check_include
 from service.api.state import Services, services_of
-from service.api.threads import in_turn
+from service.api.threads import in_turn, run_in_thread
 from service.logs import LOGGER
+from service.text.tokenizer import NotUnicode
 
 router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 
@@ -153,7 +156,27 @@ async def cancel_response(request: Request, response_id: str) -> Response:
     return _told(request, stored.response, stored.num_bytes)
 
 
-async def conversation_before(services: Services, tenant: str, response_id: str) -> StoredResponse:
+async def conversation_of(
+    request: Request, body: ResponsesRequest, places: ExitStack
+) -> tuple[ChatRequest, list[dict[str, Any]]]:
+    """The chat behind the conversation that the body continues, whose places are held, and the items to store. Raises
+    as `_conversation_before` and `chat_of` do."""
+    services, before, size_chars = services_of(request), list[dict[str, Any]](), body.num_chars
+    if body.previous_response_id is not None:
+        previous = await _conversation_before(services, caller_of(request).tenant.name, body.previous_response_id)
+        places.enter_context(services.calls.places(num_places(previous.num_bytes, CHARS_PER_PLACE)))
+        before, size_chars = previous.items, size_chars + previous.num_bytes
+    stores = services.responses is not None and body.store is not False
+
+    def read() -> tuple[ChatRequest, list[dict[str, Any]]]:
+        items = before + [item.stored for item in body.items] if stores else []
+        _check_unicode(items, body)
+        return chat_of(_continued(body, before) if before else body), items
+
+    return await run_in_thread(read, size_chars=size_chars)
+
+
+async def _conversation_before(services: Services, tenant: str, response_id: str) -> StoredResponse:
     """The stored response that a request continues. BadRequest, UnknownResponse, BodyTooLarge."""
     param = "previous_response_id"
     if services.responses is None:
@@ -172,7 +195,7 @@ async def conversation_before(services: Services, tenant: str, response_id: str)
     return stored
 
 
-def continued(request: ResponsesRequest, before: list[dict[str, Any]]) -> ResponsesRequest:
+def _continued(request: ResponsesRequest, before: list[dict[str, Any]]) -> ResponsesRequest:
     """The request with a conversation before its input. BodyTooLarge for more than one body may hold."""
     items = [*(InputItem.model_validate(item) for item in before), *request.items]
     if sum(item.num_containers for item in items) > MAX_CONTAINERS:
@@ -182,6 +205,15 @@ def continued(request: ResponsesRequest, before: list[dict[str, Any]]) -> Respon
             param="previous_response_id",
         )
     return request.model_copy(update={"input": items})
+
+
+def _check_unicode(items: list[dict[str, Any]], body: ResponsesRequest) -> None:
+    """NotUnicode for what could not be written again, whether the model sees it or not."""
+    told = body.metadata, body.tools, body.tool_choice, None if body.text is None else body.text.format
+    try:
+        msgspec.json.encode((items, told))
+    except UnicodeEncodeError:
+        raise NotUnicode("The request holds half of a surrogate pair; send valid Unicode.") from None
 
 
 async def put(services: Services, tenant: str, stored: StoredResponse) -> bool:

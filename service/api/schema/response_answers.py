@@ -102,6 +102,13 @@ class ResponseObject(Response):
     usage: ResponseUsage | None
 
 
+class InputTokens(Response):
+    """Answer of POST /v1/responses/input_tokens."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
 class DeletedResponse(Response):
     """Answer of DELETE /v1/responses/{response_id}."""
 

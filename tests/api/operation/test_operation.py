@@ -70,6 +70,7 @@ STATUSES: dict[str, tuple[str, str]] = {
     "post /inference/v1/generate": ("200 400 404 413 429 500 503", "401 403"),
     "post /invocations": ("200 400 404 413 429 500 503", "401 403"),
     "post /v1/responses": ("200 400 404 413 429 500 503", "401 403"),
+    "post /v1/responses/input_tokens": ("200 400 404 413 429 500 503", "401 403"),
     "get /v1/responses/{response_id}": ("200 400 404 429 503", "401 403"),
     "delete /v1/responses/{response_id}": ("200 400 404 413 429 503", "401 403"),
     "post /v1/responses/{response_id}/cancel": ("200 400 404 413 429 503", "401 403"),
