@@ -51,7 +51,7 @@ IMPLEMENTATIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "lora_window": ("triton_cuda", "reference"),
         "causal_conv1d": ("triton_cuda", "any_device", "reference"),
         "gated_delta": ("triton_cuda", "any_device", "reference"),
-        "experts": ("grouped", "any_device", "reference"),
+        "experts": ("triton_cuda", "grouped", "any_device", "reference"),
         "expert_lora": ("triton_cuda", "any_device", "reference"),
         "paged_attention": ("triton_cuda", "sdpa", "reference"),
         "linear": ("triton_cuda", "reference"),

@@ -36,8 +36,7 @@ def experts(
 ) -> torch.Tensor:
     """See `ops.experts`."""
     in_order, order, rows = by_expert(x, chosen)
-    each = torch.arange(packed.num_experts, device=x.device)
-    ends = torch.searchsorted(in_order, each, right=True).to(torch.int32)
+    ends = ends_of(in_order, packed.num_experts)
     gate_up = functional.grouped_mm(rows, packed.gate_up.transpose(1, 2), offs=ends)
     add_biases(gate_up, packed.biases, 0, in_order)
     pairs = Pairs(in_order, order // chosen.shape[1], packed.num_experts)
@@ -51,8 +50,15 @@ def experts(
     return summed(out, order, weights)
 
 
-def _refuses(shapes: ProbeShapes) -> str | None:
-    """Where torch has no kernel of its own for it, it would wait for the device to learn the numbers of tokens."""
+def ends_of(in_order: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """int32 [num_experts]: how many of the pairs' experts, ascending, are up to each one."""
+    each = torch.arange(num_experts, device=in_order.device)
+    return torch.searchsorted(in_order, each, right=True).to(torch.int32)
+
+
+def refuses(shapes: ProbeShapes) -> str | None:
+    """See `Contract`. Where torch has no kernel of its own for it, it would wait for the device to learn the numbers of
+    tokens."""
     if shapes.experts is None:
         return None
     if shapes.torch_dtype != torch.bfloat16:
@@ -64,4 +70,4 @@ def _refuses(shapes: ProbeShapes) -> str | None:
     return None
 
 
-CONTRACT = Contract(refuses=_refuses, replayable=True)
+CONTRACT = Contract(refuses=refuses, replayable=True)

@@ -175,5 +175,11 @@ def experts(
     return out
 
 
+def warm_up(packed: PackedExperts) -> int:
+    """Compile all that products of these weights can need in steps of any size. Returns the number of variants that
+    were compiled."""
+    return _module(packed.implementation).CONTRACT.warm_up_and_count(packed)
+
+
 def _module(implementation: str) -> ModuleType:
     return importlib.import_module(f"kernels.experts.{implementation}")

@@ -206,7 +206,7 @@ def linear_window(
         STAGES=chosen.stages,
         num_warps=chosen.num_warps,
         **tiled.constants(),
-        **_options(x.device),
+        **launch_options_of(x.device),
     )
     return out
 
@@ -233,7 +233,7 @@ def dequantised(weight: PackedWeight, first: int, last: int) -> torch.Tensor:
         BLOCK_OUT=_DEQUANTISED_ROWS,
         num_warps=4,
         **tiled.constants(),
-        **_options(device),
+        **launch_options_of(device),
     )
     return out
 
@@ -357,7 +357,7 @@ def _counters(device: torch.device) -> torch.Tensor:
 
 
 @functools.cache
-def _options(device: torch.device) -> dict[str, Any]:
+def launch_options_of(device: torch.device) -> dict[str, Any]:
     """Without fusion of a product and a sum, which would round an offset's sum differently."""
     dependent = triton_launch.launches_dependently(device)
     return {"DEPENDENT_LAUNCH": dependent, "enable_fp_fusion": False} | triton_launch.launch_options(device)

@@ -19,6 +19,7 @@ from kernels.linear.quantised import E2M1, Quantised, dequantise
 from kernels.platform import in_use, installed
 from kernels.shapes import ProbeShapes
 from tests.support.engine.replay import Recording
+from tests.support.npu.triton_interpreter import multiply_bfloat16, round_bfloat16
 from tests.support.ops.lora_cases import Case, Step, make_step
 from tests.tolerances import OP
 
@@ -27,8 +28,14 @@ SIZES = [(7, 3, 32, 24), (4, 1, 16, 40), (5, 5, 24, 8)]
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
-@pytest.fixture(params=["any_device", "grouped"])
-def serving(request: pytest.FixtureRequest, device: str) -> Iterator[str]:
+@pytest.fixture(params=["any_device", "grouped", "triton_cuda"])
+def serving(request: pytest.FixtureRequest, device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Triton's kernels in its interpreter on a CPU."""
+    if request.param == "triton_cuda":
+        pytest.importorskip("triton", reason="Triton is not installed")
+        if device == "cpu":
+            multiply_bfloat16(monkeypatch)
+            round_bfloat16(monkeypatch)
     platform = in_use(torch.device(device)).with_fallback("experts", request.param, "for the test")
     with installed(platform, torch.device(device).type):
         yield request.param
@@ -124,10 +131,11 @@ def quantised(form: str, out_features: int, in_features: int, device: str) -> Qu
     return Quantised(codes, scales, offsets, values, 32, None).to(torch.device(device))
 
 
-@pytest.mark.usefixtures("serving")
 @DTYPES
 @pytest.mark.parametrize("form", FORMS)
-def test_experts_in_codes_are_those_of_the_dequantised_weights(form: str, dtype: torch.dtype, device: str) -> None:
+def test_experts_in_codes_are_those_of_the_dequantised_weights(
+    form: str, dtype: torch.dtype, serving: str, device: str
+) -> None:
     """The last token is padding. Where codes have no kernel, they are dequantised when they are packed."""
     num_experts, _, hidden_size, size = sizes = (7, 3, 64, 96)
     gate_up = [quantised(form, 2 * size, hidden_size, device) for _ in range(num_experts)]
@@ -140,7 +148,9 @@ def test_experts_in_codes_are_those_of_the_dequantised_weights(form: str, dtype:
         x[-1], shares[-1] = torch.nan, torch.nan
         truth = replace(reference.pack_experts(*weights), biases=biases)
         expected = reference.experts(x[:-1], chosen[:-1], shares[:-1], truth)
-        found = experts(x, chosen, shares, pack_quantised(gate_up, down, dtype, biases=biases))[:-1]
+        packed = pack_quantised(gate_up, down, dtype, biases=biases)
+        assert packed.holds_codes == (serving == "any_device" or (serving == "triton_cuda" and dtype == torch.bfloat16))
+        found = experts(x, chosen, shares, packed)[:-1]
         absolute, relative = OP[dtype]
         assert found.dtype == dtype and found.is_contiguous()
         torch.testing.assert_close(found.double(), expected.double(), atol=absolute, rtol=relative)

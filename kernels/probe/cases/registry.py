@@ -31,7 +31,7 @@ _CASES: Mapping[str, Mapping[str, Case]] = {
         "causal_conv1d_update": conv.update,
     },
     "gated_delta": {"gated_delta_prefill": delta.prefill, "gated_delta_decode": delta.decode},
-    "experts": {"experts": experts.experts},
+    "experts": {"experts": experts.experts, "experts_quantised": experts.experts_quantised},
     "expert_lora": {"expert_lora": experts.lora},
     "paged_attention": {
         "paged_attention": attention.attend,
@@ -64,8 +64,8 @@ def cases_of(op: str, shapes: ProbeShapes) -> Mapping[str, Case]:
     if op in ("experts", "expert_lora") and shapes.experts is None:
         return {}
     cases = _CASES[op]
-    if op == "linear" and not shapes.is_quantised:
-        return {name: case for name, case in cases.items() if name == "linear"}
+    if op in ("linear", "experts") and not shapes.is_quantised:
+        return {name: case for name, case in cases.items() if name == op}
     if shapes.sliding_window is None:
         return {name: case for name, case in cases.items() if not name.startswith("paged_attention_window")}
     return cases

@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional
 
 from kernels.expert_lora import ops as expert_lora_ops
+from kernels.experts import ops as expert_ops
 from kernels.experts.ops import ExpertAdapters, experts, route
 from kernels.lora.maps import LoraMaps, LoraStack
 from kernels.swiglu import ops as swiglu_ops
@@ -74,13 +75,14 @@ class MixtureOfExperts:
     @property
     def form(self) -> object:
         """Equal for layers that need the same kernels."""
-        return "experts", self._spec
+        return "experts", self._spec, self._experts.holds_codes
 
     def warm_up(self) -> None:
         """Compile what steps of any size need here."""
         packed = self._experts
         router = self._router if isinstance(self._router, torch.Tensor) else self._router.weight.data
         swiglu_ops.warm_up(packed.size, packed.dtype, router.device, packed.activation)
+        expert_ops.warm_up(packed)
         if self._stacks is not None:
             expert_lora_ops.warm_up(self._stacks, packed.dtype, packed.num_experts)
         if self._shared is not None:
