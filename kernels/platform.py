@@ -69,7 +69,7 @@ IMPLEMENTATIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "experts": ("npu", "any_device", "reference"),
         "expert_lora": ("any_device", "reference"),
         "paged_attention": ("npu_heads_first", "npu", "gathered", "reference"),
-        "linear": ("reference",),
+        "linear": ("npu", "reference"),
         "sampling": ("any_device", "reference"),
         "rms_norm": ("npu", "reference"),
         "rotary_kv": ("triton_ascend", "npu", "reference"),

@@ -30,7 +30,9 @@ class PackedWeight:
     dtype   dtype of the weight that was packed: inputs and outputs of `linear` have it
     nbytes  memory held, without rows behind the weight
     behind  the weight with such rows, if it has any
-    tiled   codes of a quantised weight in the layout of its implementation; None for others
+    tiled   of a quantised weight that is held so: what its implementation has beside data; None for others
+    rounds_inputs
+            products round their inputs to 8 bits for each token
     """
 
     data: torch.Tensor
@@ -42,6 +44,7 @@ class PackedWeight:
     nbytes: int
     behind: RowsBehind | None = None
     tiled: Any = None
+    rounds_inputs: bool = False
 
     @property
     def holds_codes(self) -> bool:

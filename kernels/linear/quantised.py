@@ -37,6 +37,9 @@ class Quantised:
     table    float32 [16]: values of 4-bit codes (nf4, e2m1); None: the code itself, 0 to 15
     group    inputs that share a scale; in_features: one scale per row
     order    int32 [in] or None: position i of the codes multiplies input order[i] (GPTQ's desc_act, sorted by group)
+    rounds_inputs
+             it was made for inputs that are rounded to 8 bits for each token (W8A8): a device with such products may
+             round them
     """
 
     codes: torch.Tensor
@@ -45,6 +48,7 @@ class Quantised:
     table: torch.Tensor | None
     group: int
     order: torch.Tensor | None
+    rounds_inputs: bool = False
 
     @property
     def out_features(self) -> int:
@@ -68,8 +72,10 @@ class Quantised:
         """The same weight there, its tensors contiguous; those that lie there so are copied with `copy` alone."""
         optional = (None if part is None else part.to(device) for part in (self.offsets, self.table, self.order))
         offsets, table, order = optional
-        codes, scales = (part.to(device, copy=copy).contiguous() for part in (self.codes, self.scales))
-        return Quantised(codes, scales, offsets, table, self.group, order)
+        # Devices beside these two may not know exponents.
+        held = self.scales if device.type in ("cpu", "cuda") else self.scales.float()
+        codes, scales = (part.to(device, copy=copy).contiguous() for part in (self.codes, held))
+        return Quantised(codes, scales, offsets, table, self.group, order, self.rounds_inputs)
 
 
 def dequantise(weight: Quantised, dtype: torch.dtype) -> torch.Tensor:
@@ -147,7 +153,8 @@ def joined(weights: Sequence[Quantised]) -> Quantised | None:
         each = (torch.zeros_like(w.scales) if w.offsets is None else w.offsets for w in weights)
         offsets = torch.cat([o.repeat_interleave(w.group // group, 1) for o, w in zip(each, weights, strict=True)])
     codes = torch.cat([weight.codes for weight in weights])
-    return Quantised(codes, torch.cat(scales), offsets, first.table, group, first.order)
+    rounds_inputs = all(weight.rounds_inputs for weight in weights)
+    return Quantised(codes, torch.cat(scales), offsets, first.table, group, first.order, rounds_inputs)
 
 
 def _equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:

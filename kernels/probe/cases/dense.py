@@ -33,8 +33,8 @@ def linear(shapes: ProbeShapes, place: Place) -> Prepared:
 
 
 def linear_quantised(shapes: ProbeShapes, place: Place) -> Prepared:
-    """Codes of eight bits with a scale for each row, and of four with zeros, in groups where those fit. All values are
-    exact in every dtype."""
+    """Codes of eight bits with a scale for each row, of four with zeros, in groups where those fit, and of a checkpoint
+    for rounded inputs, which rounding leaves as they are. All values are exact in every dtype."""
     out_features, in_features = min(shapes.intermediate_size, _MAX_COLUMNS), shapes.hidden_size
     bias = place.put(place.random(out_features))
     codes = place.random(out_features, in_features).to(torch.float8_e4m3fn)
@@ -43,13 +43,17 @@ def linear_quantised(shapes: ProbeShapes, place: Place) -> Prepared:
     scales = torch.full((out_features, in_features // group), 2.0**-8)
     scales[1::2] /= 4
     row_scales = torch.full((out_features, 1), 2.0**-5)
+    rounded = (place.random(out_features, in_features) * 40).clamp(-127, 127).to(torch.int8)
     weights = (
         Quantised(codes, row_scales, None, None, in_features, None),
         Quantised(bytes_, scales, -8 * scales, None, group, None),
+        Quantised(rounded, row_scales / 32, None, None, in_features, None, rounds_inputs=True),
     )
     dtype = torch.float32 if place.wide else place.dtype
     packed = [linear_ops.pack_quantised(weight.to(place.device), bias, dtype) for weight in weights]
-    x = place.put(place.random(_NUM_TOKENS, in_features))
+    x = (place.random(_NUM_TOKENS, in_features) * 40).clamp(-127, 127).round()
+    x[:, 0] = 127
+    x = place.put(x / 32)
     return lambda: tuple(linear_ops.linear(x, weight) for weight in packed)
 
 

@@ -199,7 +199,8 @@ def _read_scaled(sizes: Sizes, tensors: Mapping[str, torch.Tensor]) -> Quantised
     scales = spread(tensors[suffix])
     zeros = next((tensors[name] for name in ("weight_zero_point", "weight_offset") if name in tensors), None)
     offsets = None if zeros is None or not bool(zeros.any()) else -spread(zeros) * scales
-    return Quantised(tensors["weight"], scales, offsets, None, group, None)
+    rounds_inputs = sizes.config.method == "msmodelslim"
+    return Quantised(tensors["weight"], scales, offsets, None, group, None, rounds_inputs)
 
 
 # ---- compressed-tensors' pack-quantized

@@ -144,7 +144,10 @@ class Projection:
         if self._squares is None:
             self._squares = _squares_of(bare)
         columns = slice(first, first + b.shape[1])
-        product = linear(a.to(bare.dtype), bare).float()[:, columns]
+        if bare.rounds_inputs:
+            product = a.float() @ self.rows(torch.arange(first, columns.stop, device=a.device)).t()
+        else:
+            product = linear(a.to(bare.dtype), bare).float()[:, columns]
         return _delta_squares(self._squares[columns], product, a, b, scaling)
 
     def swiglu(

@@ -65,6 +65,8 @@ def changed(value: Any, which: int = 0) -> Any:
     """Another value of the same type; of a list, another element `which`."""
     if isinstance(value, bool):
         return not value
+    if isinstance(value, torch.dtype):
+        return torch.float16 if value == torch.bfloat16 else torch.bfloat16
     if isinstance(value, int):
         return value + 1
     if isinstance(value, float):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from tests.support.engine.engine_parity import (
     make_world,
     run_engine,
 )
+from tests.support.models.quantised_models import make_quantised
 from tests.support.models.tiny_models import VOCAB_SIZE, make_tiny_model
 from tests.tolerances import LOGITS, LOGITS_RMS
 
@@ -42,6 +44,8 @@ BLOCK_SIZE = 128
 FUSED = ("triton_ascend", "triton_ascend_vector", "npu", "npu_heads_first")
 # Of the rotation, whose first choice is a Triton kernel.
 SECOND_CHOICES = {"npu_rotary_mul", "npu_scatter_pa_kv_cache"}
+# Of W8A8 checkpoints.
+ROUNDED = {"npu_dynamic_quant", "npu_quant_matmul", "npu_format_cast"}
 OF_EXPERTS = {"npu_moe_init_routing_v2", "npu_grouped_matmul"}
 # Heads of 64 elements, as the attention operator wants them; two layers, one of each kind where there are kinds.
 SIZES: dict[str, dict[str, Any]] = {
@@ -143,9 +147,29 @@ def test_float32_gives_the_tokens_of_the_cpu_path(family: str, tmp_path: Path, r
     assert all(len(twin.tokens[request.name]) == request.max_tokens for request in requests)
     assert_hard(twin)
     assert expected.num_calls == {}
-    others = SECOND_CHOICES if family == "qwen3_moe" else SECOND_CHOICES | OF_EXPERTS
+    others = SECOND_CHOICES | ROUNDED if family == "qwen3_moe" else SECOND_CHOICES | ROUNDED | OF_EXPERTS
     assert twin.num_calls.keys() == stand_ins.STAND_INS.keys() - others
     record_property("twin", f"{family} in float32, {twin}")
+
+
+def test_a_checkpoint_of_msmodelslim_is_multiplied_in_integers(tmp_path: Path) -> None:
+    """W8A8 beside adapters, whose rows read what is not rounded; the probe finds nothing against it."""
+
+    def make(family: str, directory: Path, **sizes: Any) -> Path:
+        made = make_quantised("int8", family, directory, **sizes)
+        config_json = json.loads((made / "config.json").read_text())
+        config_json["quantization_config"] = {"quant_method": "msmodelslim"}
+        (made / "config.json").write_text(json.dumps(config_json))
+        return made
+
+    world = make_world("llama", tmp_path, "cpu", dtype=torch.bfloat16, make_model=make, **SIZES["llama"])
+    requests = make_requests(world, 8)
+    with npu_path():
+        twin = run(world, requests, config(world, num_blocks=5, token_budget=96))
+    assert_hard(twin)
+    assert all(len(twin.tokens[request.name]) == request.max_tokens for request in requests)
+    assert twin.num_calls["npu_format_cast"] >= 8  # of each projection, and the probe's
+    assert twin.num_calls["npu_quant_matmul"] == twin.num_calls["npu_dynamic_quant"] >= 8 * len(twin.records)
 
 
 def test_fallbacks_give_the_tokens_of_the_cpu_path(tmp_path: Path) -> None:

@@ -108,6 +108,24 @@ def groups() -> Arguments:
     }
 
 
+def rounding() -> Arguments:
+    return {"input": torch.ones(3, 8, dtype=torch.bfloat16)}
+
+
+def integers() -> Arguments:
+    return {
+        "x1": torch.ones(3, 8, dtype=torch.int8),
+        "x2": torch.ones(8, 5, dtype=torch.int8),
+        "scale": torch.ones(5),
+        "pertoken_scale": torch.ones(3),
+        "output_dtype": torch.bfloat16,
+    }
+
+
+def blocks() -> Arguments:
+    return {"input": torch.ones(8, 5, dtype=torch.int8), "acl_format": 29}
+
+
 CALLS: dict[str, Callable[[], Arguments]] = {
     "npu_fused_infer_attention_score": attention_to_out,
     "_npu_fused_infer_attention_score_get_max_workspace": attention,
@@ -118,7 +136,11 @@ CALLS: dict[str, Callable[[], Arguments]] = {
     "npu_swiglu": gate,
     "npu_moe_init_routing_v2": routing,
     "npu_grouped_matmul": groups,
+    "npu_dynamic_quant": rounding,
+    "npu_quant_matmul": integers,
+    "npu_format_cast": blocks,
 }
+ROUND, QUANT_MATMUL, CAST = "npu_dynamic_quant", "npu_quant_matmul", "npu_format_cast"
 ROUTING, GROUPED = "npu_moe_init_routing_v2", "npu_grouped_matmul"
 FIA, SCATTER = "npu_fused_infer_attention_score", "npu_scatter_pa_kv_cache"
 WORKSPACE = "_npu_fused_infer_attention_score_get_max_workspace"
@@ -216,6 +238,16 @@ REFUSED: list[tuple[str, str, Callable[[Arguments], Arguments]]] = [
     (ROTARY, "not empty", given(input=torch.ones(0, 5, 8), r1=torch.ones(0, 1, 8), r2=torch.ones(0, 1, 8))),
     (SWIGLU, "not empty", given(input=torch.ones(0, 8))),
     (SWIGLU, "halves are equal", given(dim=0)),
+    (ROUND, "has 16 bits", float32("input")),
+    (ROUND, "a matrix", given(input=torch.ones(8, dtype=torch.bfloat16))),
+    (ROUND, "rows alone", given(smooth_scales=torch.ones(8, dtype=torch.bfloat16))),
+    (QUANT_MATMUL, "both lie in order", lambda good: {"x1": strided(good["x1"])}),
+    (QUANT_MATMUL, "one for each column", given(scale=torch.ones(1))),
+    (QUANT_MATMUL, "pertoken_scale is given", given(pertoken_scale=None)),
+    (QUANT_MATMUL, "not used", given(offset=torch.ones(5))),
+    (CAST, "FRACTAL_NZ", given(acl_format=2)),
+    (QUANT_MATMUL, "result's dtype", given(bias=torch.ones(5))),
+    (CAST, "in order", lambda good: {"input": strided(good["input"])}),
     (ROUTING, "not used", given(scale=torch.ones(3))),
     (ROUTING, "x is a matrix", lambda good: {"x": good["x"].long()}),
     (ROUTING, "int32", lambda good: {"expert_idx": good["expert_idx"].long()}),

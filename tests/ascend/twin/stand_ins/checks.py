@@ -12,6 +12,8 @@ import torch
 
 from kernels.attention_maps import AttentionMaps
 from kernels.experts.ops import experts, pack_experts
+from kernels.linear.ops import append_rows, linear, pack_quantised
+from kernels.linear.quantised import Quantised, dequantise
 from kernels.paged_attention import npu
 from kernels.paged_attention import reference as attention_reference
 from kernels.paged_attention.cache_layout import made
@@ -20,6 +22,7 @@ from kernels.platform import in_use, installed
 from kernels.rms_norm.ops import add_rms_norm, rms_norm
 from kernels.rotary_kv.ops import rotary_kv
 from kernels.swiglu.ops import swiglu
+from service.models.layers.projection import Projection
 from tests.ascend.twin.stand_ins import stand_ins
 from tests.tolerances import OP
 
@@ -162,6 +165,35 @@ def choose_experts(dtype: torch.dtype) -> None:
     assert_close(experts(x, chosen, weights, packed)[real], expected[real], dtype)
 
 
+def multiply_rounded(dtype: torch.dtype) -> None:
+    """A weight of a W8A8 checkpoint: the bits of sums in int32, beside rows of A that read inputs as they are."""
+    random = _Random(dtype)
+    codes, scales = (random(40, 48).float() * 40).clamp(-127, 127).to(torch.int8), random(40, 1).float().abs() / 64
+    x, bias, rows = random(6, 48), random(40), random(12, 48)
+    if dtype == torch.bfloat16:
+        x[0] *= 2.0**20  # what float16 does not hold
+    weight = Quantised(codes, scales, None, None, 48, None, rounds_inputs=True)
+    packed, behind = append_rows(pack_quantised(weight, bias, dtype), num_rows=6, num_slices=2)
+    assert packed.rounds_inputs and packed.holds_codes
+    behind.copy_(rows)
+    largest = x.float().abs().amax(1, keepdim=True) / 127
+    sums = (x.float() / largest).round().to(torch.int32) @ codes.int().t()
+    expected = (sums.float() * scales.t() * largest + bias.float()).to(dtype)
+    for num_rows in (0, 3):
+        for out in (None, torch.full((6, 40 + 2 * num_rows), torch.nan, dtype=dtype)):
+            found = linear(x, packed, window_rows=num_rows, out=out)
+            assert torch.equal(found[:, :40], expected), "other bits than those of sums in int32"
+            if num_rows:
+                assert_close(found[1:, 40:], x[1:].double() @ rows[:6].double().t(), dtype)
+    assert linear(x[:0], packed).shape == (0, 40)
+    # What DoRA divides by, whose product is not rounded.
+    a, b = random(2, 48).float(), random(2, 40).float()
+    a[:, 0] *= 100
+    squares = Projection("q_proj", packed).delta_squares(0, a, b, 0.5)
+    changed = dequantise(weight, torch.float32).double() + 0.5 * (b.double().t() @ a.double())
+    torch.testing.assert_close(squares.double(), changed.square().sum(1), atol=0, rtol=OP[dtype][1])
+
+
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
     """Within the table of tolerances, relative to the size of the expected values; `actual` is in `dtype`."""
     assert actual.dtype == dtype, f"{actual.dtype} instead of {dtype}"
@@ -189,6 +221,7 @@ CHECKS: dict[str, Callable[[], None]] = {
         (rotate_and_write, "head by head", (False, True)),
         (gate, "", ()),
         (choose_experts, "", ()),
+        (multiply_rounded, "", ()),
     )
     for dtype in HALVES
 }

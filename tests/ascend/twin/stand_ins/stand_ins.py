@@ -440,6 +440,61 @@ def grouped_matmul(
     return [torch.cat(parts).to(rows.dtype)]
 
 
+def dynamic_quant(input: torch.Tensor, **others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows rounded to int8, to the nearest and halves to even, and float32 scales [rows]: the largest by 127."""
+    rule(not any(value is not None for name, value in others.items() if name not in _ROUNDING), "rows alone, to int8")
+    rule(input.dtype in (torch.float16, torch.bfloat16), "the input has 16 bits")
+    rule(input.dim() == 2 and input.numel() > 0, "the input is a matrix, not empty")
+    scales = input.float().abs().amax(1) / 127
+    codes = torch.where(scales[:, None] > 0, input.float() / scales[:, None], 0.0)
+    return codes.round().nan_to_num().clamp(-128, 127).to(torch.int8), scales
+
+
+# Arguments of `npu_dynamic_quant` with values of their own where they are left out.
+_ROUNDING = ("quant_mode", "dst_type", "dst_type_max")
+
+
+def quant_matmul(
+    x1: torch.Tensor,
+    x2: torch.Tensor,
+    scale: torch.Tensor,
+    *,
+    pertoken_scale: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    output_dtype: int | torch.dtype | None = None,
+    **others: Any,
+) -> torch.Tensor:
+    """x1 @ x2 in int32, times the scales of rows and columns in float32, plus bias, rounded once.
+
+    x1  int8 [M, K];  x2  int8 [K, N];  scale  float32 [N];  pertoken_scale  float32 [M];  bias  [N] as the result
+    """
+    rule(not any(value is not None for value in others.values()), f"not used by this service: {sorted(others)}")
+    rule(x1.dtype == x2.dtype == torch.int8, "both are int8")
+    rule(x1.dim() == x2.dim() == 2 and x1.shape[1] == x2.shape[0], "x1 fits x2")
+    rule(max(*x1.shape[1:], *x2.shape) < 65536, "sides are below 65536")
+    rule(x1.is_contiguous() and x2.is_contiguous(), "both lie in order")
+    rule(scale.dtype == torch.float32 and scale.shape == x2.shape[1:], "scale is float32, one for each column")
+    rule(pertoken_scale is not None, "pertoken_scale is given")
+    assert pertoken_scale is not None
+    rule(pertoken_scale.dtype == torch.float32 and pertoken_scale.shape == x1.shape[:1], "one scale for each row")
+    # An operator is given a dtype's number.
+    dtype = {5: torch.float16, 15: torch.bfloat16}.get(output_dtype, output_dtype)  # type: ignore[call-overload]
+    rule(dtype in (torch.float16, torch.bfloat16), "the result is float16 or bfloat16")
+    scaled = (x1.int() @ x2.int()).float() * scale * pertoken_scale[:, None]
+    if bias is not None:
+        rule(bias.dtype == dtype and bias.shape == scale.shape, "bias is of the result's dtype, one for each column")
+        scaled += bias.float()
+    return scaled.to(dtype)
+
+
+def format_cast(input: torch.Tensor, acl_format: int, **others: Any) -> torch.Tensor:
+    """Values in another layout, which they hide."""
+    rule(acl_format == 29, "weights are brought into FRACTAL_NZ")
+    rule(not any(value is not None for value in others.values()), f"not used by this service: {sorted(others)}")
+    rule(input.dtype == torch.int8 and input.dim() == 2 and input.is_contiguous(), "a matrix of int8, in order")
+    return input.clone()
+
+
 STAND_INS: dict[str, Callable[..., Any]] = {
     "npu_fused_infer_attention_score": fused_infer_attention_score,
     "_npu_fused_infer_attention_score_get_max_workspace": largest_workspace,
@@ -450,12 +505,15 @@ STAND_INS: dict[str, Callable[..., Any]] = {
     "npu_swiglu": swiglu,
     "npu_moe_init_routing_v2": moe_init_routing_v2,
     "npu_grouped_matmul": grouped_matmul,
+    "npu_dynamic_quant": dynamic_quant,
+    "npu_quant_matmul": quant_matmul,
+    "npu_format_cast": format_cast,
 }
 
 # Operators that are called in another form than that of their own name.
 OVERLOADS = {"npu_fused_infer_attention_score": "out"}
 # For which the wheel has no shape function.
-_SHAPELESS = frozenset({"_npu_fused_infer_attention_score_get_max_workspace"})
+_SHAPELESS = frozenset({"_npu_fused_infer_attention_score_get_max_workspace", "npu_format_cast"})
 # What a form takes that the shape function of the operator's own does not.
 _PLACES = ("workspace", "out")
 
