@@ -156,6 +156,28 @@ def test_experts_in_codes_are_those_of_the_dequantised_weights(
         torch.testing.assert_close(found.double(), expected.double(), atol=absolute, rtol=relative)
 
 
+def test_experts_of_many_tokens_and_of_none_share_a_launch_of_codes(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles of 16 pairs: of three tiles, of none, of one pair, and of a tile and one."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    if device == "cpu":
+        multiply_bfloat16(monkeypatch)
+        round_bfloat16(monkeypatch)
+    from kernels.experts import triton_cuda
+
+    weights = [quantised("mxfp4", 96 + 8 * index, 64, device).rows(slice(96)) for index in range(5)]
+    codes = triton_cuda._packed(weights, torch.bfloat16)
+    assert codes is not None
+    counts = (35, 0, 1, 17, 0)
+    rows = torch.randn(sum(counts), 64, generator=torch.Generator().manual_seed(2)).to(device, torch.bfloat16)
+    ends = torch.tensor(counts).cumsum(0).to(device, torch.int32)
+    found = triton_cuda.multiply(rows, codes, ends, triton_cuda._CONFIGS[8])
+    each = [dequantise(weight, torch.float64) for weight in weights]
+    parts = [part.double() @ weight.t() for part, weight in zip(rows.split(counts), each, strict=True)]
+    torch.testing.assert_close(found.double(), torch.cat(parts), atol=OP[torch.bfloat16][0], rtol=OP[torch.bfloat16][1])
+
+
 def test_corrections_move_the_choice_alone() -> None:
     logits, correction = torch.tensor([[0.0, 2.0, 1.0]]), torch.tensor([9.0, 0.0, 0.5])
     chosen, weights = route(logits, 2, normalises=False, correction=correction, scale=2.0)
