@@ -152,6 +152,7 @@ def test_float32_gives_the_tokens_of_the_cpu_path(family: str, tmp_path: Path, r
     record_property("twin", f"{family} in float32, {twin}")
 
 
+@pytest.mark.wide
 def test_a_checkpoint_of_msmodelslim_is_multiplied_in_integers(tmp_path: Path) -> None:
     """W8A8 beside adapters, whose rows read what is not rounded; the probe finds nothing against it."""
 
