@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from service.api.schema.messages import MessagesRequest
-from service.api.schema.requests import ChatRequest, CompletionRequest, Decoding, EmbeddingRequest, StreamOptions
+from service.api.schema.pooled import EmbeddingRequest
+from service.api.schema.requests import ChatRequest, CompletionRequest, Decoding, StreamOptions
 from service.api.schema.responses import ResponsesRequest
 from service.api.schema.unserved_fields import (
     EMBEDDING_FIELDS,
@@ -30,15 +31,17 @@ _BEGIN, _END = "<!-- written by scripts/clients_page.py -->\n", "<!-- end -->\n"
 
 
 def _served() -> Iterator[str]:
-    yield "| field | completions | chat | responses | what it does |\n|---|---|---|---|---|\n"
+    yield "| field | served in | what it does |\n|---|---|---|\n"
     completion, chat, response = (one.model_fields for one in (CompletionRequest, ChatRequest, ResponsesRequest))
     options = {f"stream_options.{name}": field for name, field in StreamOptions.model_fields.items()}
     for name in completion | chat | response | options:
         both = [options.get(name, fields.get(name)) for fields in (completion, chat)]
         own = response.get(name)
-        places = ["yes" if field else "" for field in (*both, own)]
+        names = ("completions", "chat", "responses")
+        places = [place for place, field in zip(names, (*both, own), strict=True) if field]
         words = dict.fromkeys(field.description for field in both if field) or {own.description if own else None: None}
-        yield f"| `{name}` | {' | '.join(places)} | {'; in chats '.join(map(str, words))} |\n"
+        where = "all" if len(places) == len(names) else ", ".join(places)
+        yield f"| `{name}` | {where} | {'; in chats '.join(map(str, words))} |\n"
 
 
 def _described(fields: Mapping[str, Any]) -> Iterator[str]:
@@ -94,7 +97,10 @@ def _tables() -> str:
             "\nRefused by name, beside those above that messages do not serve:\n\n",
             *_refused({row.name: row for row in _of_messages()}),
             "\n### Embeddings\n\n",
-            *_described(EmbeddingRequest.model_fields),
+            "`model`, `adapter_id`, `cache_salt`, `add_special_tokens`, and:\n\n",
+            *_described(
+                {name: field for name, field in EmbeddingRequest.model_fields.items() if name not in _DECODING}
+            ),
             f"\nWithout effect: {_names(row for row in EMBEDDING_FIELDS.values() if row.is_inert)}. "
             "Refused by name:\n\n",
             *_refused(EMBEDDING_FIELDS),

@@ -68,10 +68,17 @@ def _is_root(path: str) -> str:
     return path
 
 
+def _are_two(tokens: tuple[str, ...]) -> tuple[str, ...]:
+    if len(tokens) not in (0, 2):
+        raise ValueError("write two tokens separated by a comma, the one that says no first: no,yes")
+    return tokens
+
+
 Size = Annotated[ByteSize, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
 RootPath = Annotated[str, AfterValidator(_is_root)]
 Keys = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split_keys), AfterValidator(_are_printable)]
 Origins = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split), AfterValidator(_are_origins)]
 Addresses = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split), AfterValidator(_are_addresses)]
+TokenPair = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split), AfterValidator(_are_two)]
 OpenPaths = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split), AfterValidator(_may_be_open)]

@@ -11,7 +11,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSetti
 
 from service.engine.ipc.config import MIB, EngineOptions
 from service.machine import usual_connections, usual_queue
-from service.setting_types import Addresses, Count, Keys, OpenPaths, Origins, RootPath, Size
+from service.setting_types import Addresses, Count, Keys, OpenPaths, Origins, RootPath, Size, TokenPair
 
 BUNDLED_MODEL_DIR = Path(__file__).resolve().parent / "bundled" / "base"
 BUNDLED_ADAPTERS_DIR = BUNDLED_MODEL_DIR.parent / "adapters"
@@ -76,6 +76,11 @@ class Settings(BaseSettings):
         "auto",
         description="think: text between <think> and </think> is `reasoning_content`; auto: the same for chat "
         "templates that name these marks; none: it is part of the answer",
+    )
+    classifier_from_token: TokenPair = Field(
+        (),
+        description="the base is a yes/no reranker, as Qwen3-Reranker is: two tokens, such as no,yes, whose logits "
+        "behind its chat template score a query's document; adapters may name tokens of their own; default: it is none",
     )
     disable_additional_properties: bool = Field(
         True,

@@ -42,6 +42,8 @@ class Manifest(msgspec.Struct, frozen=True, gc=False):
     invocation    tokens at whose last place in a prompt the adapter begins; () = it works on all tokens
     special_tokens  variables of chat templates that differ from the base's; None: the adapter has none
     eos_token_ids   end its answers beside the base's
+    labels        of its score head, in order; () = it has none
+    problem_type, classifier_from_token  as in `adapters.peft.config`
     """
 
     digest: str
@@ -55,6 +57,9 @@ class Manifest(msgspec.Struct, frozen=True, gc=False):
     invocation: tuple[int, ...] = ()
     special_tokens: dict[str, str | None] = {}
     eos_token_ids: tuple[int, ...] = ()
+    labels: tuple[str, ...] = ()
+    problem_type: str = ""
+    classifier_from_token: tuple[str, ...] = ()
 
 
 class Summary(msgspec.Struct, frozen=True, gc=False):

@@ -26,6 +26,7 @@ import msgspec
 from adapters.layout import BaseLayout
 
 CONFIG_FILE = "adapter_config.json"
+MODEL_CONFIG_FILE = "config.json"
 TENSOR_FILE = "adapter_model.safetensors"
 MANIFEST_FILE = "manifest.json"
 TEMPLATE_FILE = "chat_template.jinja"

@@ -28,7 +28,7 @@ from adapters.memory.slab import (
     make_adapter,
     slab_bytes,
 )
-from adapters.peft.bound_tensors import TOKENS, WEIGHT
+from adapters.peft.bound_tensors import SCORE, TOKENS, WEIGHT
 
 _NUMPY: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<i2")}
 # To find a file, read its manifest and header, and begin, costs about as much as reading so many bytes more.
@@ -207,7 +207,8 @@ def read_adapter(
             group = _group_of(report.module, part, known)
             tensor = parts[report.module, part] = _tensor(mapped, header, stored_name(report.module, part))
             extras.shapes[report.module, part] = tensor.shape, dtype if group in TABLE_GROUPS else torch.float32
-            extras.non_lora_rows[group] = 1
+            if group is not None:
+                extras.non_lora_rows[group] = 1
         if not report.rank:
             continue
         projection, piece = known[report.module]
@@ -241,8 +242,10 @@ def _trained(
     return (meets, values) if projection.kind == "embedding" else (values, meets)
 
 
-def _group_of(module: str, part: str, known: Mapping[str, tuple[ProjectionSpec, Slice]]) -> Group:
-    """The non-LoRA group that holds a part of this module."""
+def _group_of(module: str, part: str, known: Mapping[str, tuple[ProjectionSpec, Slice]]) -> Group | None:
+    """The non-LoRA group that holds a part of this module; None for what stays in host memory."""
+    if module == SCORE:
+        return None
     if part != WEIGHT:
         return "vectors"
     if module not in known:

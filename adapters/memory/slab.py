@@ -17,10 +17,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from adapters.layout import BaseLayout, Group
 from adapters.memory.row_ranges import RangeAllocator
+from adapters.peft.bound_tensors import BIAS, SCORE, WEIGHT
 
 _MADV_DONTNEED = getattr(mmap, "MADV_DONTNEED", None)
 _MADV_HUGEPAGE = getattr(mmap, "MADV_HUGEPAGE", None)
@@ -82,6 +85,22 @@ class Extras:
     non_lora_rows: dict[Group, int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ScoreHead:
+    """weight float32 [labels, width], bias float32 [labels] or None."""
+
+    weight: npt.NDArray[np.float32]
+    bias: npt.NDArray[np.float32] | None
+
+    def logits(self, hidden: bytes) -> bytes | None:
+        """float32 [labels] of a hidden state, float32 [width], both little-endian; None if they are not finite."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            logits = self.weight @ np.frombuffer(hidden, "<f4")
+            if self.bias is not None:
+                logits = logits + self.bias
+        return logits.astype("<f4").tobytes() if np.isfinite(logits).all() else None
+
+
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class HostAdapter:
     """One adapter in host memory. The slab's memory is released with the last reference to this object: hold this, not
@@ -111,6 +130,14 @@ class HostAdapter:
     @property
     def num_bytes(self) -> int:
         return self.slab.nbytes
+
+    @property
+    def score_head(self) -> ScoreHead | None:
+        """A copy of its score head, which outlives the slab; None without one."""
+        weight, bias = (self.extras.get((SCORE, part)) for part in (WEIGHT, BIAS))
+        if weight is None:
+            return None
+        return ScoreHead(weight.numpy().copy(), None if bias is None else bias.numpy().copy())
 
 
 class SlabMemory(Protocol):

@@ -11,7 +11,7 @@ from itertools import groupby
 from adapters.errors import BindingError
 from adapters.files.safetensors_header import Tensor
 from adapters.layout import BaseLayout
-from adapters.peft.bound_tensors import BIAS, WEIGHT, Binding, BoundSlice, first_of, rows_of
+from adapters.peft.bound_tensors import BIAS, SCORE, WEIGHT, Binding, BoundSlice, first_of, rows_of
 from adapters.peft.config import AdapterConfig
 from adapters.peft.expert_tensors import ExpertForms
 from adapters.peft.module_names import KnownModules, OutputRows, model_prefix, tail_of
@@ -36,6 +36,11 @@ def check_saved(known: KnownModules, others: OtherTensors) -> list[tuple[str, st
     ways of saving lose them, and the base's would answer instead."""
     whole = {extra.module for extra in others.extras if extra.part == WEIGHT}
     names = others.config.modules_to_save
+    of_head = {one.part: one.tensor for one in others.extras if one.module == SCORE}
+    if others.config.needs_head and WEIGHT not in of_head:
+        return [(SCORE, "task_type SEQ_CLS needs a score head, and the file has no weight of `score` or `classifier`")]
+    if of_head and (WEIGHT not in of_head or len({tensor.shape[0] for tensor in of_head.values()}) > 1):
+        return [(one.name, "weight and bias of the score head do not belong together") for one in of_head.values()]
     modules = (*known.slices, *(norm.module for norm in known.norms.values()))
     return [
         (module, "modules_to_save names it, but the file has no tensors for it")
@@ -122,6 +127,8 @@ def bind(layout: BaseLayout, config: AdapterConfig, tensors: Mapping[str, Tensor
         tuple(others.tokens),
         tuple(others.repeats),
         tuple(others.spare_rows),
+        config.head_facts if any(extra.module == SCORE for extra in extras) else None,
+        config.classifier_from_token,
     )
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from adapters.errors import MAX_SHOWN
-from adapters.files.safetensors_header import Tensor
+from adapters.errors import MAX_SHOWN, Malformed
+from adapters.files.safetensors_header import Tensor, parse_json_object
 from adapters.layout import Group, ProjectionSpec, Slice
+from adapters.peft.config import HeadFacts
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,22 +63,25 @@ class BoundTokens:
 # Parts of an adapter that are no rows, by what stands behind the module in PEFT's names.
 MAGNITUDE, LORA_BIAS, BIAS, WEIGHT = "lora_magnitude_vector", "lora_B.bias", "bias", "weight"
 TOKENS = "token_adapter.trainable_tokens_delta"
+SCORE = "score"  # the module of a score head, whatever the trainer calls it
 
 
 @dataclass(frozen=True, slots=True)
 class BoundExtra:
     """A non-LoRA tensor of a module: a magnitude or a bias of a projection [out_features], the weight of a norm
-    [width], of the embedding or of the head [vocabulary, width]."""
+    [width], of the embedding or of the head [vocabulary, width]; or of a score head, [labels, width] and [labels],
+    which takes nothing of the device: its group is None."""
 
     module: str
     part: str
     tensor: Tensor
-    group: Group
+    group: Group | None
 
     @property
     def replaces(self) -> str | None:
         """The base's tensor that it stands for; None for what the base has not."""
-        return f"{self.module}.{self.part}" if self.part in (BIAS, WEIGHT) else None
+        is_the_base_s = self.part in (BIAS, WEIGHT) and self.group is not None
+        return f"{self.module}.{self.part}" if is_the_base_s else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +90,8 @@ class Binding:
     rows        the largest rank per projection group, and 1 per non-LoRA group of the extras
     spare_rows  rows behind the base's vocabulary that whole embeddings and heads have in the file, by tensor; they are
                 bound without these
+    head        of a score head; None: the adapter has none
+    classifier_from_token  as in `AdapterConfig`
     """
 
     slices: tuple[BoundSlice, ...]
@@ -97,6 +103,23 @@ class Binding:
     tokens: tuple[BoundTokens, ...] = ()
     repeats: tuple[Repeat, ...] = ()
     spare_rows: tuple[tuple[Tensor, int], ...] = ()
+    head: HeadFacts | None = None
+    classifier_from_token: tuple[str, ...] = ()
+
+    def with_head_of(self, config: bytes | None, file_name: str) -> Binding:
+        """With what a model's config.json says of the head where adapter_config.json does not, and a name for each
+        label. Raises Malformed, Unsupported."""
+        if self.head is None:
+            return self
+        facts = self.head
+        if config is not None:
+            other = HeadFacts.of(parse_json_object(config, file_name), file_name)
+            facts = HeadFacts(facts.labels or other.labels, facts.problem_type or other.problem_type)
+        num_labels = next(one.tensor.shape[0] for one in self.extras if (one.module, one.part) == (SCORE, WEIGHT))
+        labels = facts.labels or tuple(f"LABEL_{index}" for index in range(num_labels))
+        if len(labels) != num_labels:
+            raise Malformed(f"id2label names {len(labels)} labels, and the score head has {num_labels}; name each.")
+        return replace(self, head=facts._replace(labels=labels))
 
     def without(self, unchanged: Collection[BoundExtra]) -> Binding:
         """Leave out extras that equal the base's own tensors."""
@@ -120,4 +143,4 @@ def rows_of(
         rows[group] = max(rows.get(group, 0), bound.num_rows)
     for one in tokens:
         rows["embeddings"] = max(rows.get("embeddings", 0), len(one.token_ids))
-    return rows | {extra.group: 1 for extra in extras}
+    return rows | {extra.group: 1 for extra in extras if extra.group is not None}

@@ -161,11 +161,14 @@ def _described(binding: Binding, text: AdapterText) -> bytes:
         described.append({"tokens": sorted([one.module, one.token_ids, one.tensor.dtype] for one in binding.tokens)})
     if binding.invocation:
         described.append({"invocation": binding.invocation})
+    if binding.head is not None:
+        described.append({"head": binding.head})
     # Absent where there is none: digests of other adapters stay as they were.
     of_text = {
         "templates": sorted(templates.items()),
         "special_tokens": sorted(text.special_tokens.items()),
         "eos_token_ids": sorted(text.eos_token_ids),
+        "classifier_from_token": binding.classifier_from_token,
     }
     described += [{name: value} for name, value in of_text.items() if value]
     return json.dumps(described, separators=(",", ":")).encode() + b"\n"

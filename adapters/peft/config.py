@@ -6,7 +6,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from adapters.errors import Malformed, Unsupported
 from adapters.files.safetensors_header import parse_json_object
@@ -53,15 +53,22 @@ NOT_SUPPORTED = {
     "use_qalora": "QA-LoRA",
     "velora_config": "VeLoRA",
 }
-TASK_TYPES = frozenset({None, "CAUSAL_LM", "FEATURE_EXTRACTION"})
+CLASSIFICATION = "SEQ_CLS"
+TASK_TYPES = frozenset({None, "CAUSAL_LM", "FEATURE_EXTRACTION", CLASSIFICATION})
+# Names of score heads, which PEFT adds to `modules_to_save` of such an adapter.
+HEADS = ("classifier", "score")
+MAX_LABELS = 4096
+MAX_LABEL_CHARS = 256
 HARMLESS_INITS = frozenset({"eva", "gaussian", "mica", "orthogonal"})
 KNOWN = frozenset(
     {
         "alora_invocation_tokens",
         "alpha_pattern",
         "bias",
+        "classifier_from_token",
         "ensure_weight_tying",
         "exclude_modules",
+        "id2label",
         "init_lora_weights",
         "layers_pattern",
         "layers_to_transform",
@@ -70,6 +77,7 @@ KNOWN = frozenset(
         "lora_bias",
         "modules_to_save",
         "peft_type",
+        "problem_type",
         "r",
         "rank_pattern",
         "target_modules",
@@ -80,6 +88,22 @@ KNOWN = frozenset(
         "use_rslora",
     }
 )
+
+
+class HeadFacts(NamedTuple):
+    """The meaning of a score head's outputs.
+
+    labels        their names in order; () = LABEL_0 and so on
+    problem_type  transformers' word; "" = none is said
+    """
+
+    labels: tuple[str, ...] = ()
+    problem_type: str = ""
+
+    @classmethod
+    def of(cls, fields: dict[str, Any], file_name: str) -> HeadFacts:
+        """Those that a configuration holds. Raises Malformed."""
+        return cls(_labels(fields.get("id2label"), file_name), _problem_type(fields.get("problem_type"), file_name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +121,9 @@ class AdapterConfig:
     trained_tokens                   module (or the end of its path; "" is the embedding) to the ids of its trained
                                      tokens
     invocation                       tokens at whose last place in a prompt the adapter begins (aLoRA); () = everywhere
+    needs_head                       it was trained for sequence classification
+    head_facts                       `id2label` and `problem_type`
+    classifier_from_token            the two tokens ("no", "yes") whose logits score a pair of texts; () = none
     """
 
     rank: int
@@ -118,6 +145,9 @@ class AdapterConfig:
     target_parameters: tuple[str, ...] = ()
     has_grouped_experts: bool = False
     peft_version: str | None = None
+    needs_head: bool = False
+    head_facts: HeadFacts = field(default_factory=lambda: HeadFacts())
+    classifier_from_token: tuple[str, ...] = ()
 
 
 def parse_config(text: bytes) -> AdapterConfig:
@@ -144,10 +174,13 @@ def parse_config(text: bytes) -> AdapterConfig:
         ties_head=_bool(fields.get("ensure_weight_tying"), "ensure_weight_tying"),
         trained_tokens=_trained_tokens(fields.get("trainable_token_indices")),
         invocation=_invocation(fields.get("alora_invocation_tokens")),
-        modules_to_save=tuple(_names(fields.get("modules_to_save") or [], "modules_to_save")),
+        modules_to_save=_saved(fields),
         target_parameters=_parameters(fields.get("target_parameters")),
         has_grouped_experts=_has_grouped_experts(fields.get("lora_B_layout")),
         peft_version=_version(fields.get("peft_version")),
+        needs_head=fields.get("task_type") == CLASSIFICATION,
+        head_facts=HeadFacts.of(fields, "adapter_config.json"),
+        classifier_from_token=_token_pair(fields.get("classifier_from_token")),
     )
     if config.use_dora and config.lora_bias:
         raise Unsupported("adapter_config.json: use_dora together with lora_bias is not supported; train with either.")
@@ -183,7 +216,10 @@ def _refuse_unsupported(fields: dict[str, Any]) -> None:
             raise Unsupported(f"adapter_config.json: {key} ({meaning}) is not supported; train without it.")
     task = fields.get("task_type")
     if not isinstance(task, str | None) or task not in TASK_TYPES:
-        raise Unsupported(f"adapter_config.json: task_type {_show(task)} is not for text generation (CAUSAL_LM).")
+        raise Unsupported(
+            f"adapter_config.json: task_type {_show(task)} is not served; CAUSAL_LM, SEQ_CLS and "
+            "FEATURE_EXTRACTION are."
+        )
     init = fields.get("init_lora_weights", True)
     if init == "loftq":
         raise Unsupported(
@@ -279,6 +315,45 @@ def _names(value: Any, what: str) -> tuple[str, ...] | str:
     if not isinstance(value, list | None) or not all(isinstance(name, str) and name for name in value or ()):
         raise Malformed(f"adapter_config.json: {what} is {_show(value)}; it must be a list of names or a string.")
     return tuple(sorted(set(value or ())))
+
+
+def _saved(fields: dict[str, Any]) -> tuple[str, ...]:
+    names = tuple(_names(fields.get("modules_to_save") or [], "modules_to_save"))
+    return tuple(sorted({*names, *HEADS})) if fields.get("task_type") == CLASSIFICATION else names
+
+
+def _labels(value: Any, file_name: str) -> tuple[str, ...]:
+    if value is None or value == {}:
+        return ()
+    by_index = {str(index): label for index, label in value.items()} if isinstance(value, dict) else {}
+    labels = [by_index.get(str(index)) for index in range(min(len(by_index), MAX_LABELS))]
+    if not by_index or len(by_index) > MAX_LABELS or not all(isinstance(label, str) for label in labels):
+        raise Malformed(
+            f"{file_name}: id2label is {_show(value)}; it must map the indices from 0 on, at most {MAX_LABELS}, to "
+            "texts."
+        )
+    if any(len(label) > MAX_LABEL_CHARS for label in labels if label):
+        raise Malformed(f"{file_name}: a label in id2label is longer than {MAX_LABEL_CHARS} characters.")
+    return tuple(str(label) for label in labels)
+
+
+def _problem_type(value: Any, file_name: str) -> str:
+    known = (None, "regression", "single_label_classification", "multi_label_classification")
+    if not isinstance(value, str | None) or value not in known:
+        names = ", ".join(str(one) for one in known[1:])
+        raise Unsupported(f"{file_name}: problem_type {_show(value)} is not known; it is one of {names}.")
+    return value or ""
+
+
+def _token_pair(value: Any) -> tuple[str, ...]:
+    if value is None or value == []:
+        return ()
+    is_pair = isinstance(value, list) and len(value) == 2 and all(isinstance(one, str) and one for one in value)
+    if not is_pair or max(map(len, value)) > MAX_LABEL_CHARS:
+        raise Malformed(
+            f'adapter_config.json: classifier_from_token is {_show(value)}; it must hold two tokens, as ["no", "yes"].'
+        )
+    return tuple(value)
 
 
 def _parameters(value: Any) -> tuple[str, ...]:

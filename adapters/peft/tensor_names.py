@@ -9,8 +9,18 @@ from dataclasses import dataclass, field, replace
 from adapters.files.safetensors_header import ELEMENT_BYTES, Tensor
 from adapters.layout import Group, ProjectionSpec, Slice
 from adapters.peft.block_tensors import why_in_parts
-from adapters.peft.bound_tensors import BIAS, LORA_BIAS, MAGNITUDE, WEIGHT, BaseCopy, BoundExtra, BoundTokens, Repeat
-from adapters.peft.config import AdapterConfig
+from adapters.peft.bound_tensors import (
+    BIAS,
+    LORA_BIAS,
+    MAGNITUDE,
+    SCORE,
+    WEIGHT,
+    BaseCopy,
+    BoundExtra,
+    BoundTokens,
+    Repeat,
+)
+from adapters.peft.config import HEADS, MAX_LABELS, AdapterConfig
 from adapters.peft.expert_tensors import FoundExperts
 from adapters.peft.module_names import KnownModules, OutputRows, part_beside_text, tail_of, trained_path
 from adapters.peft.target_patterns import endings
@@ -125,6 +135,8 @@ def _sort_in_other(tensor: Tensor, known: KnownModules, others: OtherTensors) ->
         return why_unserved or "it is neither lora_A nor lora_B of a projection of this base model"
     path, wrapper, what = trained_path(match["path"]), match["wrapper"] or "", match["what"]
     module, config = known.resolve(path), others.config
+    if path in HEADS and not wrapper.startswith(("original_module", "base_layer")):
+        return _add_head(tensor, path, what, known, others)
     norm = known.norms.get(tail_of(path))
     if what == BIAS:
         if module is None or not config.has_biases:
@@ -133,8 +145,8 @@ def _sort_in_other(tensor: Tensor, known: KnownModules, others: OtherTensors) ->
     if module is None and norm is None:
         if config.modules_to_save:
             return (
-                "of whole modules (modules_to_save), norms of hidden states and of attention heads, the embedding and "
-                "the head are applied"
+                "of whole modules (modules_to_save), norms of hidden states and of attention heads, the embedding, the "
+                "head and a score head are applied"
             )
         return "it is neither lora_A nor lora_B of a projection of this base model"
     if wrapper == _IN_TOKENS and module in known.heads and known.ties_head and _is_saved(module, config):
@@ -157,6 +169,19 @@ def _sort_in_other(tensor: Tensor, known: KnownModules, others: OtherTensors) ->
         sizes: tuple[int, int] = (projection.in_features, piece.out_features)
         return _add_weight(tensor, module, sizes, "saved_embedding", is_saved, others)
     return _add_weight(tensor, module, (piece.out_features, projection.in_features), "saved_head", is_saved, others)
+
+
+def _add_head(tensor: Tensor, path: str, what: str, known: KnownModules, others: OtherTensors) -> str | None:
+    """A score head's weight [labels, width] or bias [labels]."""
+    if path not in others.config.modules_to_save:
+        return f"it is a score head, and adapter_config.json names none: add {path!r} to modules_to_save"
+    width = next(piece.out_features for p, piece in known.slices.values() if p.kind == "embedding")
+    num_labels = tensor.shape[0] if tensor.shape else 0
+    if tensor.shape != ((num_labels, width) if what == WEIGHT else (num_labels,)):
+        return f"it is a score head's {what} of shape {tensor.shape}; this base's hidden states are {width} wide"
+    if not 1 <= num_labels <= MAX_LABELS:
+        return f"it is a score head with {num_labels} labels; this server takes 1 to {MAX_LABELS}"
+    return others.add(BoundExtra(SCORE, what, tensor, None))
 
 
 def _is_saved(module: str, config: AdapterConfig) -> bool:

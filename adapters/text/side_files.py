@@ -7,11 +7,12 @@ from pathlib import PurePosixPath
 from typing import Literal
 
 from adapters.errors import Malformed, Unsupported
-from adapters.files.paths import CONFIG_FILE, TEMPLATE_FILE, TENSOR_FILE
+from adapters.files.paths import CONFIG_FILE, MODEL_CONFIG_FILE, TEMPLATE_FILE, TENSOR_FILE
 from adapters.files.shards import INDEX_NAME, SHARD_NAME
 
 Role = Literal[
     "config",
+    "model_config",
     "tensors",
     "shard",
     "index",
@@ -36,6 +37,7 @@ TEMPLATES_FOLDER = "additional_chat_templates"
 # Most bytes of a file that are kept; for config files more is an error, of a tokenizer only its beginning matters.
 KEPT_BYTES: dict[Role, int] = {
     "config": 1 << 20,
+    "model_config": 1 << 20,
     "template": 1 << 20,
     "named_template": 1 << 20,
     "processor_template": 8 << 20,
@@ -49,6 +51,7 @@ KEPT_BYTES: dict[Role, int] = {
 }
 _BY_NAME: dict[str, Role] = {
     CONFIG_FILE: "config",
+    MODEL_CONFIG_FILE: "model_config",
     TENSOR_FILE: "tensors",
     INDEX_NAME: "index",
     TEMPLATE_FILE: "template",

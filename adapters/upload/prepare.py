@@ -9,7 +9,7 @@ from pathlib import Path
 from adapters.errors import AdapterError, Malformed
 from adapters.files.disk import StoreFiles
 from adapters.files.manifest import Manifest
-from adapters.files.paths import DEFAULT_TEMPLATE, TENSOR_FILE, layout_fingerprint
+from adapters.files.paths import DEFAULT_TEMPLATE, MODEL_CONFIG_FILE, TENSOR_FILE, layout_fingerprint
 from adapters.layout import BaseLayout
 from adapters.peft.base_weights import BaseWeights
 from adapters.peft.canonical_file import CanonicalForm
@@ -53,6 +53,7 @@ class Intake:
                 return
             yield end
             binding = bind_header(config, tensors, self._layout, is_growing=True)
+            binding = binding.with_head_of(staging.read("model_config"), MODEL_CONFIG_FILE)
             form = CanonicalForm(binding)
             if form.is_that_of(tensors):
                 scan = form.scan(tensors, form.described(self._read_text(staging)))
@@ -68,11 +69,13 @@ class Intake:
         if followed is not None and followed.num_bytes != tensors.stat().st_size:
             followed = None
         binding = followed.binding if followed is not None else bind_header(config, tensors, self._layout)
-        binding = with_split_blocks(binding, tensors)
+        binding = with_split_blocks(binding.with_head_of(staging.read("model_config"), MODEL_CONFIG_FILE), tensors)
         notes = check_spare_rows(binding, text.num_padding_tokens)
         binding = check_binding(binding, tensors, self.row_plan, self._base)
         if binding.base_copies and self._base is not None and not self._base.can_compare:
             notes.append("The copies were not compared: the base's directory has no model.safetensors.")
+        if binding.head is None and "model_config" in staging.files:
+            notes.append(f"The file {MODEL_CONFIG_FILE} is not needed and was left out.")
         modules = module_reports(binding)
         ready = staging.directory / "ready"
         ready.mkdir()
@@ -100,6 +103,9 @@ class Intake:
             invocation=binding.invocation,
             special_tokens=text.special_tokens,
             eos_token_ids=text.eos_token_ids,
+            labels=() if binding.head is None else binding.head.labels,
+            problem_type="" if binding.head is None else binding.head.problem_type,
+            classifier_from_token=binding.classifier_from_token,
         )
         StoreFiles.complete(ready, config, text.templates, manifest)
         return manifest, ready

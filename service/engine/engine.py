@@ -380,7 +380,7 @@ class Engine:
 
     def _collect(self, step: _StepInFlight) -> None:
         """Wait for what the step has sampled, tell of it, and end what has ended."""
-        packed = step.pooled.read(step.result.wait())
+        packed = step.pooled.read(step.result.wait(), self.adapter_loads.head_of)
         for sequence, choice in read_sampled(packed, step.sampling):
             if sequence not in self.requests:
                 continue  # it has ended since the launch

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 MAX_TOKENS_LIMIT = 2**31
 POOLED_AND_TOKENS = "A pooled vector and tokens cannot be had of one request; send max_tokens 0 with pooling."
+NO_HEAD = "The base has no score head; name an adapter that has one."
 NO_TOKEN_LEFT = "allowed_token_ids, bad_words and min_tokens leave no token to choose; ask for less of them."
 
 
@@ -52,6 +53,8 @@ def error_in(
         error = NO_GRAMMARS
     if error is None and request.pooling is not None and sampling.max_tokens:
         error = POOLED_AND_TOKENS
+    if error is None and request.pooling == "classify" and request.adapter is None:
+        error = NO_HEAD
     if error is not None:
         return error
     total, limit = len(prompt) + sampling.max_tokens, capacity.max_model_len_tokens

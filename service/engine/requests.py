@@ -129,7 +129,7 @@ class Requests:
     def advance(self, sequence: Sequence, token: int | None) -> None:
         """The sequence has its next token (None: there was none to choose); end it if that was the last."""
         request_id, sampling = sequence.request_id, sequence.request.sampling
-        if token is None:
+        if token is None or (sequence.request.pooling is not None and sequence.pooled is None):
             self._scheduler.cache.withdraw(sequence)
             is_adapters = sequence.adapter is not None
             error = ADAPTER_NOT_FINITE if is_adapters else NOT_FINITE

@@ -44,6 +44,7 @@ from service.api.routes import (
     messages,
     models,
     responses,
+    scoring,
     stored_responses,
     tokenize,
 )
@@ -86,6 +87,7 @@ ROUTERS = (
     stored_responses.router,
     messages.router,
     embeddings.router,
+    scoring.router,
     invocations.router,
     batch.router,
     models.router,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken, Encoding, Tokenizer
 
 from adapters.text.vocabulary import FLAGS, merged_config, special_tokens, token_content
 
@@ -111,14 +111,34 @@ class TextTokenizer:
 
         NotUnicode for half of a surrogate pair, which JSON can spell.
         """
-        if not text.isascii():
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                raise NotUnicode("The text holds half of a surrogate pair; send valid Unicode.") from error
+        _check_unicode(text)
         # As a batch of one: that lets other threads run meanwhile, which `encode` does not. "Fast" leaves out where
         # in the text each token is, which nobody asks for and which takes three quarters of the time.
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+    def pair_encoder(self, *, add_special_tokens: bool) -> Callable[[str, str], tuple[list[int], list[int], list[int]]]:
+        """A function of two texts: the tokens before the second text, its own, and those behind it, as the model's
+        post-processor joins a pair. The first text, which is often the same, is encoded once.
+
+        NotUnicode as `encode`.
+        """
+        known: dict[str, Encoding] = {}
+
+        def encoding(text: str) -> Encoding:
+            _check_unicode(text)
+            return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0]
+
+        def join(one: str, other: str) -> tuple[list[int], list[int], list[int]]:
+            if one not in known:
+                known[one] = encoding(one)
+            whole = self._tokenizer.post_process(known[one], encoding(other), add_special_tokens)
+            ids, sides = whole.ids, whole.sequence_ids
+            if 1 not in sides:
+                return ids, [], []
+            start, end = sides.index(1), len(sides) - sides[::-1].index(1)
+            return ids[:start], ids[start:end], ids[end:]
+
+        return join
 
     def num_tokens_before(self, text: str, at: int, num_tokens: int) -> int:
         """About how many of a text's `num_tokens` tokens stand before character `at`: the shorter side is encoded."""
@@ -157,6 +177,14 @@ class TextTokenizer:
     def token_name(self, token_id: int) -> str:
         """The token as the vocabulary spells it; empty for an id outside the vocabulary."""
         return self._tokenizer.id_to_token(token_id) or ""
+
+
+def _check_unicode(text: str) -> None:
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise NotUnicode("The text holds half of a surrogate pair; send valid Unicode.") from error
 
 
 class _Joined(dict[int, str | bytes]):

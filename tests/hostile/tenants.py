@@ -20,7 +20,8 @@ PATHS = """/v1/adapters/NAME /v1/adapters/NAME/history /v1/adapters/NAME/rollbac
 /v1/adapters/NAME/content /v1/models/NAME /v1/models/NAME/ /v1/adapters/stranger/../NAME
 /v1/adapters?after=NAME /v1/models?after=NAME /v1/adapters?name=NAME /v1/adapters?owner=owner /v1/adapters
 /v1/models /metrics?adapter=NAME /v1/completions
-/v1/chat/completions /v1/embeddings /tokenize /v1/load_lora_adapter /v1/unload_lora_adapter /v1/completions/batch"""
+/v1/chat/completions /v1/embeddings /tokenize /v1/load_lora_adapter /v1/unload_lora_adapter /v1/completions/batch
+/classify /pooling /v1/score /v2/rerank"""
 _KEY = '[[keys]]\ntenant = "{}"\nsha256 = "{}"\nscopes = ["infer", "upload", "delete"]\n'
 
 

@@ -26,10 +26,11 @@ def _every_module() -> list[tuple[str, int, int]]:
 Files = list[tuple[str, tuple[str, bytes]]]
 
 
-def adapter_files(seed: int, rank: int = RANK, *, is_whole: bool = False) -> Files:
+def adapter_files(seed: int, rank: int = RANK, *, is_whole: bool = False, num_labels: int = 0) -> Files:
     """`files=` for httpx: an adapter on the q_proj of both attention layers; the same for the same seed.
 
-    is_whole  on every projection of every layer instead
+    is_whole    on every projection of every layer instead
+    num_labels  of a score head; 0: none
     """
     generator = np.random.default_rng(seed)
     tensors = {}
@@ -40,6 +41,9 @@ def adapter_files(seed: int, rank: int = RANK, *, is_whole: bool = False) -> Fil
             tensors[f"base_model.model.{module}.lora_{side}.weight"] = values
     targets = sorted({module.rpartition(".")[2] for module, _, _ in modules})
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": 4, "target_modules": targets}
+    if num_labels:
+        config["task_type"] = "SEQ_CLS"
+        tensors["base_model.model.score.weight"] = generator.normal(0, 1, (num_labels, _HIDDEN)).astype("<f4")
     saved = save(tensors, {"format": "pt"})
     named = {"adapter_config.json": json.dumps(config).encode(), "adapter_model.safetensors": saved}
     return [("file", named_part) for named_part in named.items()]

@@ -33,7 +33,7 @@ from service.api.entry.request_log import note
 from service.api.errors import BadRequest, NotReady
 from service.api.openapi import DELETE_ERRORS, UPLOAD_BODY, UPLOAD_ERRORS, errors
 from service.api.schema.answers import AdapterDeleted, AdapterList, AdapterResponse, ModuleReport
-from service.api.schema.query import each_once, no_query
+from service.api.schema.base import each_once, no_query
 from service.api.state import Services, services_of
 from service.api.threads import in_turn
 from service.api.uploads.multipart import UploadQuery, in_upload_thread
@@ -243,6 +243,7 @@ def describe(request: Request, record: AdapterRecord, sent_note: str = "") -> Ad
             for one in manifest.modules
         ],
         eos_token_ids=list(manifest.eos_token_ids),
+        labels=list(manifest.labels),
         notes=[*manifest.notes, *_same(version), *_unkept(services, record), *_unkept_note(version, sent_note)],
     )
 

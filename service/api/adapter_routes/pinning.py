@@ -15,7 +15,7 @@ from service.api.access.preconditions import refuse_conditions
 from service.api.adapter_routes.adapters import audit_change, describe, require_open_store
 from service.api.openapi import errors
 from service.api.schema.answers import AdapterResponse
-from service.api.schema.query import no_query
+from service.api.schema.base import no_query
 from service.api.state import Services, services_of
 from service.api.threads import in_turn
 from service.logs import LOGGER

@@ -15,7 +15,7 @@ from service.api.adapter_routes.adapters import audit_change, describe, require_
 from service.api.entry.request_log import note
 from service.api.openapi import DELETE_ERRORS, REPLACE_BODY, UPLOAD_ERRORS, errors
 from service.api.schema.answers import AdapterHistory, AdapterResponse, AdapterVersion
-from service.api.schema.query import each_once, no_query
+from service.api.schema.base import each_once, no_query
 from service.api.schema.requests import RollbackRequest, VisibilityRequest
 from service.api.state import services_of
 from service.api.threads import in_turn

@@ -22,8 +22,8 @@ from service.api.adapter_routes.adapters import audit_change, remove_adapter, re
 from service.api.entry.request_log import note
 from service.api.errors import BadRequest, Forbidden, InvalidUserInput, UnknownModel
 from service.api.openapi import DELETE_ERRORS, errors
+from service.api.schema.base import no_query
 from service.api.schema.error_messages import bad_request
-from service.api.schema.query import no_query
 from service.api.schema.requests import LoadLoraRequest, UnloadLoraRequest
 from service.api.state import Services, services_of
 from service.api.uploads.multipart import in_upload_thread

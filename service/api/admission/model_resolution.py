@@ -49,6 +49,11 @@ class ResolvedModel:
         return self.lease is not None and self.lease.record.manifest.has_chat_template
 
     @property
+    def labels(self) -> tuple[str, ...]:
+        """Labels of the adapter's score head, in order; none without a head."""
+        return () if self.lease is None else self.lease.record.manifest.labels
+
+    @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Ids that end the adapter's answers beside the base's."""
         return () if self.lease is None else self.lease.record.manifest.eos_token_ids

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
 from uuid import uuid4
 
 import msgspec
@@ -32,24 +31,26 @@ from service.api.admission.sampling import (
     stop_strings,
     token_lists,
 )
+from service.api.admission.scoring import check_task, pair_prompts, pooling_of, sampling_of
 from service.api.errors import BadRequest
 from service.api.queue_limits import QueuePlaces
+from service.api.schema.pooled import PairRequest
 from service.api.schema.requests import (
     MAX_HELD_LOGPROBS,
     ChatRequest,
-    EmbeddingRequest,
+    PooledRequest,
     PromptRequest,
 )
 from service.api.state import Services
 from service.api.threads import run_in_thread
-from service.engine.ipc.messages import Ready, Sampling
+from service.engine.ipc.messages import Pooling, Ready, Sampling
 from service.tenants.limits import Charge, Tenant
 from service.tenants.tenants import Caller
 from service.text.answer_reader import ParserConfig
 from service.text.stop_strings import StopAutomaton
 
 # Inputs of an embedding request that run at a time; the others follow in the same places.
-MAX_EMBEDDED_AT_A_TIME = 64
+MAX_POOLED_AT_A_TIME = 64
 # A character of a stop string, in the automaton, as much as so many of a text that is tokenised.
 _STOP_CHARS = 10
 
@@ -65,7 +66,7 @@ class PlannedSequence:
     stop: StopAutomaton
     skip_special_tokens: bool
     include_stop: bool
-    pooling: Literal["last", "mean"] | None = None
+    pooling: Pooling | None = None
     cache_salt: str = ""
 
     @property
@@ -132,8 +133,12 @@ async def admit(
         if places is None:
             places = reserve(services, tenant, num_places(services, tenant, request), target.name)
             undo.callback(places.release)
-        texts = await rendered(services, target, request)
-        prompts = await tokenized(services, request, texts, ready)
+        check_task(services, target, request)
+        if isinstance(request, PairRequest):
+            prompts = await pair_prompts(services, target, request, ready)
+        else:
+            texts = await rendered(services, target, request)
+            prompts = await tokenized(services, request, texts, ready)
         constraints = await _constraints(services, ready, request, prompts[0].reading)
         plans = _plans(services, ready, target, request, prompts, constraints)
         charge = _charged(tenant, plans)
@@ -154,12 +159,10 @@ def most_places(services: Services, tenant: Tenant) -> int:
 
 def num_places(services: Services, tenant: Tenant, request: PromptRequest) -> int:
     """`n` for each prompt. BadRequest if the tenant could never have so many."""
-    num_prompts, most = (
-        1 if isinstance(request, ChatRequest) else len(raw_prompts(request)),
-        most_places(services, tenant),
-    )
-    if isinstance(request, EmbeddingRequest):
-        return min(num_prompts, MAX_EMBEDDED_AT_A_TIME, most)
+    most = most_places(services, tenant)
+    if isinstance(request, PooledRequest):
+        return min(request.num_prompts, MAX_POOLED_AT_A_TIME, most)
+    num_prompts = 1 if isinstance(request, ChatRequest) else len(raw_prompts(request))
     num_choices = request.n or 1
     if num_choices > services.settings.max_choices:
         raise BadRequest(f"`n` is {num_choices}; this server allows {services.settings.max_choices}.", param="n")
@@ -182,7 +185,7 @@ class _Constraints:
 
 
 async def _constraints(services: Services, ready: Ready, request: PromptRequest, reading: ParserConfig) -> _Constraints:
-    if isinstance(request, EmbeddingRequest):
+    if isinstance(request, PooledRequest):
         return _Constraints(StopAutomaton(()), TokenLists(), None)
     stop = stop_strings(request)
     automaton = await run_in_thread(partial(StopAutomaton, stop), size_chars=_STOP_CHARS * sum(map(len, stop)))
@@ -201,11 +204,11 @@ def _plans(
     constraints: _Constraints,
 ) -> list[PlannedSequence]:
     """`n` sequences for each prompt, in order of the choices' index. BadRequest if one could never be served."""
-    if isinstance(request, EmbeddingRequest):
+    if isinstance(request, PooledRequest):
         plan = partial(PlannedSequence, stop=constraints.stop, skip_special_tokens=True, include_stop=False)
-        pooling, salt = request.pooling or "last", request.cache_salt or ""
-        none = Sampling(max_tokens=0)
-        return [plan(uuid4().hex, prompt, none, pooling=pooling, cache_salt=salt) for prompt in prompts]
+        pooling, salt = pooling_of(target, request), request.cache_salt or ""
+        pooled = sampling_of(services, target, pooling)
+        return [plan(uuid4().hex, prompt, pooled, pooling=pooling, cache_salt=salt) for prompt in prompts]
     plans = []
     for prompt in prompts:
         sampling = build_sampling(

@@ -19,10 +19,11 @@ from service.api.admission.parsers import (
 )
 from service.api.errors import BadRequest, quoted
 from service.api.http.json_body import check_inner_counts
+from service.api.schema.pooled import InputRequest, texts_of
 from service.api.schema.requests import (
     ChatRequest,
     CompletionRequest,
-    EmbeddingRequest,
+    PooledRequest,
     PromptRequest,
     TokenizeRequest,
 )
@@ -82,24 +83,17 @@ async def rendered(
 ) -> list[RenderedPrompt]:
     """The request's prompts in order; of messages the one that the chat template makes of them."""
     if isinstance(request, ChatRequest | TokenizeRequest):
-        return [await _rendered_chat(services, target, request)]
+        return [await rendered_chat(services, target, request)]
     if isinstance(request, CompletionRequest):
         return [RenderedPrompt(text, "prompt") for text in raw_prompts(request)]
+    assert isinstance(request, InputRequest), "pairs are made in `scoring`"
     is_one = isinstance(request.input, str) or (bool(request.input) and isinstance(request.input[0], int))
-    return [
-        RenderedPrompt(text, "input" if is_one else f"input[{index}]")
-        for index, text in enumerate(raw_prompts(request))
-    ]
+    return [RenderedPrompt(text, "input" if is_one else f"input[{index}]") for index, text in enumerate(request.inputs)]
 
 
-def raw_prompts(request: CompletionRequest | EmbeddingRequest) -> list[str | list[int]]:
-    """The four forms of `prompt` and `input` as one."""
-    field, raw = ("prompt", request.prompt) if isinstance(request, CompletionRequest) else ("input", request.input)
-    if isinstance(raw, str):
-        return [raw]
-    if not raw:
-        raise BadRequest(f"`{field}` is an empty list; send at least one token or text.", param=field)
-    return [raw] if isinstance(raw[0], int) else list(raw)
+def raw_prompts(request: CompletionRequest) -> list[str | list[int]]:
+    """The four forms of `prompt` as one."""
+    return texts_of(request.prompt, "prompt")
 
 
 async def tokenized(
@@ -139,7 +133,7 @@ def _tokenized(
     if ready is None or isinstance(request, TokenizeRequest):
         return Prompt(token_ids, text if isinstance(text, str) else "", prompt.reading, prompt.left_out)
     kept = _truncated(ready, request, token_ids)
-    _check_fits(ready, request, kept, prompt.field)
+    check_fits(ready, request, kept, prompt.field)
     if not isinstance(text, str) or len(kept) < len(token_ids):
         text = services.tokenizer.decode(kept, skip_special_tokens=False) if echo else ""
         return Prompt(kept, text, prompt.reading, prompt.left_out)
@@ -180,7 +174,7 @@ def refuse_hopeless(services: Services, request: PromptRequest | TokenizeRequest
 
 def _subject(field: str) -> str:
     """The prompt in a sentence; of several inputs the one that is wrong."""
-    return f"`{field}`" if field.startswith("input") else "The prompt"
+    return "The prompt" if field in ("prompt", "messages") else f"`{field}`"
 
 
 def _truncated(ready: Ready, request: PromptRequest, token_ids: tuple[int, ...]) -> tuple[int, ...]:
@@ -198,13 +192,18 @@ def _truncated(ready: Ready, request: PromptRequest, token_ids: tuple[int, ...])
     return token_ids[:most] if request.truncation_side == "right" else token_ids[-most:]
 
 
-def _check_fits(ready: Ready, request: PromptRequest, token_ids: Sequence[int], field: str) -> None:
-    """BadRequest for a prompt without tokens, with unknown ones, or too long to have its answer beside it."""
-    num_prompt, limit, subject = len(token_ids), context_limit(ready), _subject(field)
+def check_fits(
+    ready: Ready, request: PromptRequest, token_ids: Sequence[int], field: str, limit: int | None = None
+) -> None:
+    """BadRequest for a prompt without tokens, with unknown ones, or too long to have its answer beside it.
+
+    limit  of its tokens; default: the engine's
+    """
+    num_prompt, limit, subject = len(token_ids), limit or context_limit(ready), _subject(field)
     if num_prompt == 0:
         raise BadRequest(f"{subject} has no tokens; send at least one.", param=field)
     wanted = num_answer_tokens(ready, request, num_prompt)
-    if num_prompt > limit and isinstance(request, EmbeddingRequest):
+    if num_prompt > limit and isinstance(request, PooledRequest):
         raise BadRequest(
             f"{subject} has {num_prompt} tokens, but this server holds {limit} for a request; shorten it, or send "
             "`truncate_prompt_tokens`.",
@@ -235,7 +234,7 @@ def num_answer_tokens(ready: Ready, request: PromptRequest, num_prompt_tokens: i
 
 def wanted_tokens(request: PromptRequest) -> int | None:
     """The largest number of tokens of an answer; None for the rest of the context."""
-    if isinstance(request, EmbeddingRequest):
+    if isinstance(request, PooledRequest):
         return 0
     if isinstance(request, ChatRequest):
         return request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
@@ -299,7 +298,7 @@ def _required_template(
     )
 
 
-async def _rendered_chat(
+async def rendered_chat(
     services: Services, target: ResolvedModel, request: ChatRequest | TokenizeRequest
 ) -> RenderedPrompt:
     messages, given = request.messages, request.chat_template_kwargs or {}

@@ -33,7 +33,7 @@ from service.api.http.json_body import BodyBudget
 from service.api.http.sse import JsonResponse
 from service.api.http_rules import MAX_REQUEST_ID_CHARS
 from service.api.metrics.metrics import Metrics
-from service.api.schema.query import without_inert
+from service.api.schema.base import without_inert
 from service.fairness.client_identity import CLIENT, NOBODY, client_of
 from service.logs import LOGGER, REFUSAL_LINES, REQUEST_LOGGER
 from service.tenants.tenants import Caller

@@ -19,8 +19,8 @@ from pydantic import BaseModel, ValidationError
 
 from adapters.quota import ClientQuota
 from service.api.errors import BodyTooLarge, QueueFull
+from service.api.schema.base import refuse_query
 from service.api.schema.error_messages import bad_request
-from service.api.schema.query import refuse_query
 from service.api.threads import in_turn
 from service.fairness.thread_pool import FairPool
 

@@ -12,6 +12,7 @@ from service.api.access.auth import caller_of
 from service.api.errors import BadRequest, NotReady
 from service.api.http.json_body import JsonRoute
 from service.api.openapi import errors
+from service.api.schema.base import each_once, no_query
 from service.api.schema.control import (
     AbortRequestRequest,
     AbortRequestsRequest,
@@ -30,7 +31,6 @@ from service.api.schema.control import (
     WorldSizeQuery,
     WorldSizeResponse,
 )
-from service.api.schema.query import each_once, no_query
 from service.api.state import Services, services_of
 from service.engine.ipc.messages import PauseMode
 from service.engine.ipc.token_streams import EngineDied

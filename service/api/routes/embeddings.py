@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import math
 from array import array
@@ -15,20 +16,23 @@ from service.api.admission.pipeline import Admitted
 from service.api.entry.request_log import note_job, notes_of
 from service.api.errors import BadRequest
 from service.api.generation.job import GenerationJob
+from service.api.generation.sequence import OutputChunk
 from service.api.http.json_body import JsonRoute
 from service.api.http.sse import JsonResponse, until_disconnect
 from service.api.openapi import GENERATION_ERRORS
 from service.api.routes.answer import admitted
 from service.api.schema.answers import EmbeddingList
-from service.api.schema.requests import EmbeddingRequest
+from service.api.schema.pooled import EmbeddingRequest
 from service.api.state import Services, services_of
 from service.api.threads import run_in_thread
 from service.engine.ipc.messages import Ready
 
 router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 
+# Parts that share the places: when one is done the next begins, while the others go on.
+_PARTS_AT_A_TIME = 4
 # Characters of text that cost as much as one number of an embedding written as JSON.
-_NUMBER_CHARS = 2
+NUMBER_CHARS = 2
 
 
 @router.post(
@@ -40,32 +44,55 @@ async def create_embeddings(request: Request, body: EmbeddingRequest) -> Respons
     services = services_of(request)
     _check_dimensions(services.require_ready(), body)
     held = await admitted(request, body)
+    job, pieces = await run_all(request, services, held)
+    vectors = [piece.pooled or b"" for piece in pieces]
+    answered = partial(_answer, body, job, vectors, num_tokens_of(held))
+    return await run_in_thread(answered, size_chars=NUMBER_CHARS * sum(map(len, vectors)))
+
+
+async def run_all(request: Request, services: Services, held: Admitted) -> tuple[GenerationJob, list[OutputChunk]]:
+    """One of the jobs, and the output of all sequences in their order, as many at a time as there are places. Releases
+    what is held."""
+    size = max(1, held.places.num_held // _PARTS_AT_A_TIME)
+    num_at_a_time = min(_PARTS_AT_A_TIME, held.places.num_held)
+    starts = iter(range(0, len(held.plans), size))
+    jobs: list[GenerationJob] = []
+    found: dict[int, list[OutputChunk]] = {}
+
+    async def run_parts() -> None:
+        for start in starts:
+            services.require_ready()
+            job = GenerationJob(services, held, part=held.plans[start : start + size])
+            jobs.append(job)
+            if len(jobs) == 1:
+                note_job(request, job)
+            else:
+                notes_of(request).jobs.append(job)
+            try:
+                found[start] = await job.collect()
+            finally:
+                job.close()
+
+    async def run() -> None:
+        async with asyncio.TaskGroup() as group:
+            for _ in range(num_at_a_time):
+                group.create_task(run_parts())
+
     try:
-        jobs = await _run(request, services, held)
+        await until_disconnect(request, run())
+    except* Exception as errors:
+        first: Exception = errors
+        while isinstance(first, ExceptionGroup):
+            first = first.exceptions[0]
+        raise first from None
     finally:
         held.release()
-    vectors = [vector for _, vectors in jobs for vector in vectors]
-    answered = partial(_answer, body, jobs[0][0], vectors, sum(len(plan.prompt.token_ids) for plan in held.plans))
-    return await run_in_thread(answered, size_chars=_NUMBER_CHARS * sum(map(len, vectors)))
+    return jobs[0], [piece for start in sorted(found) for piece in found[start]]
 
 
-async def _run(request: Request, services: Services, held: Admitted) -> list[tuple[GenerationJob, list[bytes]]]:
-    """The vectors of all sequences, as many at a time as there are places."""
-    done: list[tuple[GenerationJob, list[bytes]]] = []
-    num_places = held.places.num_held
-    for start in range(0, len(held.plans), num_places):
-        services.require_ready()
-        job = GenerationJob(services, held, part=held.plans[start : start + num_places])
-        if done:
-            notes_of(request).jobs.append(job)
-        else:
-            note_job(request, job)
-        try:
-            pieces = await until_disconnect(request, job.collect())
-        finally:
-            job.close()
-        done.append((job, [piece.pooled or b"" for piece in pieces]))
-    return done
+def num_tokens_of(held: Admitted) -> int:
+    """Tokens of all prompts."""
+    return sum(len(plan.prompt.token_ids) for plan in held.plans)
 
 
 def _check_dimensions(ready: Ready, body: EmbeddingRequest) -> None:
@@ -95,8 +122,15 @@ def _answer(body: EmbeddingRequest, job: GenerationJob, vectors: Sequence[bytes]
 def _written(body: EmbeddingRequest, vector: bytes) -> str | list[float]:
     """A vector, float32, as it is asked for; of length 1 unless the request says no."""
     numbers = array("f", vector)
-    if body.is_normalized:
-        # One that is all zeros stays so.
-        length = math.sqrt(math.fsum(number * number for number in numbers)) or 1.0
-        numbers = array("f", [number / length for number in numbers])
-    return base64.b64encode(numbers.tobytes()).decode() if body.encoding_format == "base64" else numbers.tolist()
+    return coded(unit(numbers) if body.is_normalized else numbers, body.encoding_format)
+
+
+def unit(numbers: array[float]) -> array[float]:
+    """The vector with the length 1; one that is all zeros stays so."""
+    length = math.sqrt(math.fsum(number * number for number in numbers)) or 1.0
+    return array("f", [number / length for number in numbers])
+
+
+def coded(numbers: array[float], encoding_format: str | None) -> str | list[float]:
+    """Numbers as a request's `encoding_format` has them."""
+    return base64.b64encode(numbers.tobytes()).decode() if encoding_format == "base64" else numbers.tolist()

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from service.api.errors import NotReady
 from service.api.openapi import errors
 from service.api.schema.answers import HealthResponse, LoadResponse, ReadyResponse, StatusResponse, VersionResponse
-from service.api.schema.query import no_query
+from service.api.schema.base import no_query
 from service.api.state import engine_sentence, services_of
 from service.api.threads import in_turn
 from service.engine.ipc.config import default_block_size_tokens

@@ -16,7 +16,8 @@ from service.api.routes.embeddings import create_embeddings
 from service.api.schema.answers import EmbeddingList
 from service.api.schema.error_messages import BODY_TAG
 from service.api.schema.generation_answers import ChatResponse, CompletionResponse
-from service.api.schema.requests import ChatRequest, CompletionRequest, EmbeddingRequest
+from service.api.schema.pooled import EmbeddingRequest
+from service.api.schema.requests import ChatRequest, CompletionRequest
 
 router = APIRouter(tags=["vLLM"], route_class=JsonRoute)
 

@@ -22,7 +22,7 @@ from service.api.adapter_routes.listing import (
 from service.api.admission.model_resolution import resolve
 from service.api.openapi import errors
 from service.api.schema.answers import ModelCard, ModelList
-from service.api.schema.query import each_once, no_query
+from service.api.schema.base import each_once, no_query
 from service.api.state import Services, services_of
 
 router = APIRouter(tags=["OpenAI"])

@@ -20,8 +20,7 @@ from service.api.http.sse import json_answer
 from service.api.openapi import errors
 from service.api.response_store import ResponseStore, StoredResponse
 from service.api.routes.tokenize import CHARS_PER_PLACE, num_places
-from service.api.schema.base import field_error
-from service.api.schema.query import each_once, no_query
+from service.api.schema.base import each_once, field_error, no_query
 from service.api.schema.requests import ChatRequest
 from service.api.schema.response_answers import DeletedResponse, InputItemList, ResponseObject
 from service.api.schema.responses import InputItem, ResponsesRequest, chat_of, check_include

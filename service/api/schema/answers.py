@@ -218,10 +218,12 @@ class AdapterSummary(Response):
 
 
 class AdapterResponse(AdapterSummary):
-    """An adapter: what was bound where. `eos_token_ids` end its answers beside the base's."""
+    """An adapter: what was bound where. `eos_token_ids` end its answers beside the base's; `labels` are of
+    its score head."""
 
     modules: list[ModuleReport]
     eos_token_ids: list[int]
+    labels: list[str]
     notes: list[str]
 
 

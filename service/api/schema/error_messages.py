@@ -18,6 +18,8 @@ _FORMATS = (
     '{"schema": ...}} or {"type": "structural_tag", ...}.'
 )
 _SCHEMAS = ("json", "schema", "guided_json")
+# Of scores and rankings: a text, or a list of them.
+_TEXTS = ("text_1", "text_2", "queries", "documents")
 # Fields of several types: below them pydantic's path goes on with the name of the type that it tried.
 _UNIONS = frozenset(
     {
@@ -32,6 +34,7 @@ _UNIONS = frozenset(
         "tool_choice",
         PLAIN_CHOICE,
         "version",
+        *_TEXTS,
         *_SCHEMAS,
     }
 )
@@ -88,6 +91,8 @@ def _path(fault: Mapping[str, Any]) -> list[Any]:
         del loc[0]
     if loc[:1] == ["tools"]:
         loc = [part for part in loc if part not in TOOL_TAGS]
+    if loc[:1] == ["documents"]:
+        loc = [part for part in loc if part not in ("str", "Document")]
     return [part for at, part in enumerate(loc) if not (at and loc[at - 1] in _UNIONS and isinstance(part, str))]
 
 
@@ -119,6 +124,8 @@ def _sentence(fault: Mapping[str, Any], path: list[Any], faults: Sequence[Mappin
         return "`prompt` must be a text." if kind == "string_type" and fault["loc"][-1] == "prompt" else _PROMPT
     if path == ["input"] and kind != "missing":
         return _INPUT
+    if path[:1] and path[0] in _TEXTS and kind in ("string_type", "list_type"):
+        return f"`{name}` must be a text{', or a list of texts' if len(path) == 1 else ''}."
     if not path:
         if kind == "missing":
             return "The request has no body; send a JSON object with Content-Type: application/json."

@@ -31,7 +31,6 @@ MAX_STOP_STRINGS = 32
 MAX_DETOKENIZED = 1 << 20  # tokens
 MAX_ALLOWED_TOKEN_IDS = 1 << 18
 MAX_BAD_WORDS = 128
-MAX_EMBEDDED = 2048  # OpenAI's figure
 MAX_CACHE_SALT_CHARS = 256
 
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
@@ -309,29 +308,12 @@ class ChatRequest(TemplateFields, Generation):
         return self
 
 
-class EmbeddingRequest(Answering):
-    """Body of POST /v1/embeddings."""
+class PooledRequest(Answering):
+    """Base of requests for what is made of prompts' hidden states, or of one token's logits, without an answer."""
 
     unserved = EMBEDDING_FIELDS
 
-    input: (
-        str
-        | Annotated[list[str], Field(max_length=MAX_EMBEDDED), FIRST]
-        | TokenIds
-        | Annotated[list[TokenIds], Field(max_length=MAX_EMBEDDED), FIRST]
-    ) = Field(description=f"a text, texts, token ids, or lists of token ids; up to {MAX_EMBEDDED} of them")
-    encoding_format: Literal["float", "base64"] | None = Field(
-        None, description="`float`: numbers, the default; `base64`: float32 numbers, little-endian, in base64"
-    )
-    dimensions: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="only the model's own number of dimensions"
-    )
-    pooling: Literal["last", "mean"] | None = Field(
-        None, description="the hidden state of the last token, the default, or the mean of all tokens'"
-    )
     cache_salt: CacheSalt | None = Field(None, description="as for completions")
-    normalize: bool | None = Field(None, description="vectors of length 1; true by default")
-    use_activation: bool | None = Field(None, description="the same as `normalize`; vLLM's name for it")
     add_special_tokens: bool | None = Field(None, description="add the tokenizer's own special tokens; true by default")
     truncate_prompt_tokens: Annotated[int, Field(ge=-1, json_schema_extra={"not": {"const": 0}})] | None = Field(
         None, description="number of tokens of each input that are used; -1: as many as the server holds"
@@ -341,20 +323,18 @@ class EmbeddingRequest(Answering):
     )
 
     @property
-    def is_normalized(self) -> bool:
-        """Whether vectors get the length 1."""
-        return self.normalize is not False and self.use_activation is not False
+    def num_prompts(self) -> int:
+        """Prompts that are run."""
+        raise NotImplementedError
 
     @model_validator(mode="after")
-    def _check_values(self) -> EmbeddingRequest:
-        if {self.normalize, self.use_activation} == {True, False}:
-            raise field_error("use_activation", "`normalize` and `use_activation` differ; send one of them.")
+    def _check_truncation(self) -> PooledRequest:
         if self.truncate_prompt_tokens == 0:
             raise field_error("truncate_prompt_tokens", "`truncate_prompt_tokens` must be at least 1, or -1.")
         return self
 
 
-PromptRequest = CompletionRequest | ChatRequest | EmbeddingRequest
+PromptRequest = CompletionRequest | ChatRequest | PooledRequest
 
 
 class BatchRequest(Request):

@@ -220,6 +220,16 @@ EMBEDDING_FIELDS = _table(
     _refused("endianness", neutral=("native", "little")),
     _refused("mm_processor_kwargs", neutral=({},)),
 )
+# Of classes and scores; an activation has had three names.
+POOLED_FIELDS = EMBEDDING_FIELDS | _table(
+    _refused("softmax", "activation", neutral=(True,), advice="send `use_activation`"),
+    _refused("normalize", neutral=(True,), advice="send `use_activation`"),
+    _refused("dimensions", advice="leave it out"),
+    _refused("max_chunks_per_doc", advice="send `max_tokens_per_doc`"),
+    _refused("rank_fields", neutral=(["text"],), advice="send each document's text alone"),
+    _refused("data_1", "data_2", "items", advice="send `queries` and `documents`"),
+    _refused("messages", advice="send the text as `input`"),
+)
 RESPONSE_REASONING_FIELDS = _table(
     _refused("context", neutral=("auto",)),
     _refused("mode", neutral=("standard",)),

@@ -53,6 +53,9 @@ class Sampling(Parameters, frozen=True, kw_only=True, omit_defaults=True):
 # ---- API -> engine
 
 
+Pooling = Literal["last", "mean", "classify"]
+
+
 class Submit(msgspec.Struct, frozen=True, tag=True):
     """Run one sequence. `adapter` is a digest in the store, None the base model; `adapter_rows` are the rows that it
     takes on the device, by projection group. max_tokens 0 is allowed with prompt_logprobs (`echo` alone), and with
@@ -62,7 +65,8 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     adapter_start  tokens before this one are the base's alone, in the prompt and hence in no step the adapter's
     weight   the tenant's weight, MIN_WEIGHT to MAX_WEIGHT: shares of two tenants are in proportion to their weights.
              The weight of a tenant's last request holds for all its requests
-    pooling  the answer is the hidden state of the last token, or the mean of all, after the final norm
+    pooling  the answer is the hidden state of the last token, or the mean of all, after the final norm; or the logits
+             of the adapter's score head for that of the last token
     cache_salt  the prefix cache shares keys and values between requests of one tenant and one salt
     keep_at  numbers of prompt tokens behind which later requests are likely to go on otherwise: a model with
              states keeps them there
@@ -75,7 +79,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     adapter_rows: dict[str, int] = {}
     tenant: str = ""
     weight: float = 1.0
-    pooling: Literal["last", "mean"] | None = None
+    pooling: Pooling | None = None
     adapter_start: int = 0
     cache_salt: str = ""
     keep_at: tuple[int, ...] = ()
@@ -201,7 +205,7 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
     """The last message of a request. reason "stop": end-of-sequence or stop token (`stop_token_id` says which; the
     token itself is part of Tokens), or what the grammar wants is complete (`stop_token_id` is None); "length":
     max_tokens reached; "abort": an operator has ended it; "error": `error` is one sentence, `client_fault` whether the
-    request itself was wrong. `pooled`, where asked for: float32 [hidden_size], little-endian."""
+    request itself was wrong. `pooled`, where asked for: float32 [hidden_size], or [labels], little-endian."""
 
     request_id: str
     reason: Literal["stop", "length", "abort", "error"]

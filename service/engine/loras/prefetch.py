@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from adapters.errors import AdapterError, NotFound, RowsExceeded, Unsupported
+from adapters.memory.slab import ScoreHead
 from service.engine.ipc.messages import Tier
 from service.engine.loras.demand import AdapterUsers, Wanted
 from service.engine.loras.interfaces import HostSource, Loader, Rows
@@ -84,6 +85,10 @@ class AdapterLoads:
     def num_reads(self) -> int:
         """Reads from disk that have ended, well or not."""
         return 0 if self.residency is None else self.residency.num_reads
+
+    def head_of(self, digest: str) -> ScoreHead | None:
+        """The score head of an adapter that runs; None without one."""
+        return None if self.residency is None else self.residency.head_of(digest)
 
     # ---- users
 

@@ -12,7 +12,7 @@
 over by `settle`, in the thread of the steps, and everything else happens there.
 
 Who frees: rows are freed by the pool, for others, or here; host memory by the host tier, for others, and when the last
-reference goes, of which COPYING and a held HOST have one.
+reference goes, of which COPYING and a held HOST have one. A copy of a score head stays in host memory with the rows.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from enum import Enum
 from functools import partial
 from typing import Any
 
+from adapters.memory.slab import ScoreHead
 from service.engine.ipc.messages import Tier
 from service.engine.loras.interfaces import CopyEvent, HostSource, Loader, Rows
 from service.engine.step_records import MAX_RECORDS
@@ -55,6 +56,7 @@ _TIERS: dict[AdapterState, Tier] = {
     AdapterState.COPYING: "host",
     AdapterState.DEVICE: "device",
 }
+_WITH_ROWS = (AdapterState.DEVICE, AdapterState.STALE)
 # A copy that takes longer than so many steps is waited for by the device.
 _MAX_STEPS_COPYING = 2
 
@@ -98,6 +100,7 @@ class Residency:
         self._num_in: Counter[AdapterState] = Counter()
         self._held: dict[str, Any] = {}  # adapters of HOST held for users, and of COPYING
         self._copying: dict[str, _Copying] = {}
+        self._heads: dict[str, ScoreHead] = {}  # of adapters that have rows
         self._unended: set[str] = set()  # reads
         self._pinned: Counter[str] = Counter()
         self._operator_pins: frozenset[str] = frozenset()
@@ -124,6 +127,10 @@ class Residency:
         """Rows that an adapter in HOST takes, which is held."""
         rows: Mapping[str, int] = self._held[digest].rows
         return rows
+
+    def head_of(self, digest: str) -> ScoreHead | None:
+        """The score head of an adapter whose rows a step may use; None without one."""
+        return self._heads.get(digest)
 
     def is_spare(self, digest: str) -> bool:
         """Whether it takes host memory that the tier does not count: it is being read, or held beside it."""
@@ -289,6 +296,7 @@ class Residency:
             )
             if state is AdapterState.HOST:
                 assert digest in self._held or self._host.is_kept(digest), f"{digest}: in no host memory"
+        assert self._heads.keys() <= with_rows, "heads of adapters without rows"
         assert with_rows <= self._states.keys(), "rows of adapters that are not there"
         assert all(self.state_of(digest) in (AdapterState.HOST, AdapterState.COPYING) for digest in self._held)
         assert all(self.state_of(digest) in (AdapterState.DEVICE, AdapterState.STALE) for digest in self._pinned)
@@ -300,6 +308,8 @@ class Residency:
         assert state in _NEXT[before], f"{digest}: {before} -> {state}"
         self._num_in[before] -= 1
         self._num_in[state] += 1
+        if before in _WITH_ROWS and state not in _WITH_ROWS:
+            self._heads.pop(digest, None)
         if state is AdapterState.ABSENT:
             del self._states[digest]
         else:
@@ -340,7 +350,9 @@ class Residency:
         self.rows.publish(copying.mark)
         self._to(digest, AdapterState.DEVICE)
         self.rows.hold(digest, digest in self._operator_pins)
-        del self._held[digest]
+        head = self._held.pop(digest).score_head
+        if head is not None:
+            self._heads[digest] = head
         self._load_seconds.append(("device", time.perf_counter() - copying.began_seconds))
         self.loaded_bytes["device"] += copying.num_bytes
 

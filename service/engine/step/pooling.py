@@ -7,11 +7,13 @@ of the launches: a sequence that begins anew, after a preemption or in another's
 from __future__ import annotations
 
 from collections import abc
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from adapters.memory.slab import ScoreHead
 from service.engine.sequences.sequence import ScheduledChunk, Sequence
 
 
@@ -26,10 +28,17 @@ class PooledStep:
         """int32 [n]: the vectors before what else the step yields, int32 too."""
         return torch.cat([*(vector.view(torch.int32) for vector in self.vectors), sampled]) if self.vectors else sampled
 
-    def read(self, packed: np.ndarray) -> np.ndarray:
-        """Give the sequences what is theirs of the packed numbers, int32 [n] on the host; returns the rest."""
+    def read(self, packed: np.ndarray, head_of: Callable[[str], ScoreHead | None]) -> np.ndarray:
+        """Give the sequences what is theirs of the packed numbers, int32 [n] on the host; returns the rest.
+
+        head_of  the score head of an adapter that runs, whose logits some want in the place of their vector: computed
+                 here, since it is a small product, and heads have all shapes
+        """
         for sequence, vector in zip(self.sequences, self.vectors, strict=True):
             sequence.pooled, packed = packed[: len(vector)].astype("<i4").tobytes(), packed[len(vector) :]
+            if sequence.request.pooling == "classify":
+                head = None if sequence.adapter is None else head_of(sequence.adapter)
+                sequence.pooled = None if head is None else head.logits(sequence.pooled)
         return packed
 
 
@@ -55,7 +64,7 @@ class Pools:
     def _added(self, chunk: ScheduledChunk, hidden: torch.Tensor) -> torch.Tensor | None:
         """The sequence's vector, None before its last chunk."""
         slot, is_last = chunk.sequence.slot, chunk.samples
-        if chunk.sequence.request.pooling == "last":
+        if chunk.sequence.request.pooling != "mean":
             return hidden[-1].float() if is_last else None
         total = hidden.sum(dim=0, dtype=torch.float32)
         if not chunk.begins:

@@ -66,7 +66,7 @@ def test_what_peft_writes_by_default_is_accepted() -> None:
         {"init_lora_weights": "loftq"},
         {"init_lora_weights": "lora_ga"},
         {"init_lora_weights": 3},
-        {"task_type": "SEQ_CLS"},
+        {"task_type": "TOKEN_CLS"},
         {"task_type": ["CAUSAL_LM"]},
         {"peft_type": "ADALORA"},
         {"peft_type": "LOHA"},

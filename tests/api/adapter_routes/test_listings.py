@@ -105,6 +105,8 @@ def test_adapters_are_found_by_where_they_are(server: Server, client: openai.Ope
         ("POST", "/v1/completions/batch?model=alpha", "model"),
         ("POST", "/v1/responses?api-version=1&model=alpha", "model"),
         ("POST", "/v1/embeddings?model=alpha", "model"),
+        ("POST", "/classify?model=alpha", "model"),
+        ("POST", "/v2/rerank?top_n=1", "top_n"),
         ("POST", "/tokenize?model=alpha", "model"),
         ("POST", "/detokenize?model=alpha", "model"),
     ],

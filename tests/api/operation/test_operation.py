@@ -59,6 +59,7 @@ def check_answer(openapi: dict[str, Any], method: str, path: str, answer: Any, d
     jsonschema.validate(answer.json() if data is None else data, {**schema, "components": openapi["components"]})
 
 
+SCORING = ("/classify", "/pooling", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank")
 # Operation: what it can answer of its own, and what besides where API keys are set. What is wrong with one item of a
 # batch is told in the item's place, with 200. 500 stands where files may be damaged, or the disk or engine fail,
 # 503 also where the store may be away.
@@ -78,6 +79,7 @@ STATUSES: dict[str, tuple[str, str]] = {
     "post /v1/messages": ("200 400 404 413 429 500 503", "401 403"),
     "post /v1/messages/count_tokens": ("200 400 404 413 429 500 503", "401 403"),
     "post /v1/embeddings": ("200 400 404 413 429 500 503", "401 403"),
+    **{f"post {path}": ("200 400 404 413 429 500 503", "401 403") for path in SCORING},
     "post /tokenize": ("200 400 404 413 429 500 503", "401 403"),
     "post /detokenize": ("200 400 404 413 429 500 503", "401 403"),
     "get /tokenizer_info": ("200 400 404 429 500 503", "401 403"),
@@ -198,6 +200,10 @@ class TestOpenapi:
             ("/v1/embeddings", {"model": "alpha", "input": ["the", "tin"]}),
             ("/v1/embeddings", {"input": [[7, 8]], "encoding_format": "base64"}),
             ("/v1/embeddings", {"input": ""}),
+            ("/classify", {"model": "alpha", "input": "the"}),
+            ("/pooling", {"model": "alpha", "input": ["the", "tin"], "task": "embed"}),
+            ("/v1/score", {"model": "alpha", "text_1": "the", "text_2": "tin"}),
+            ("/v2/rerank", {"query": "the", "documents": []}),
             ("/tokenize", {"prompt": "a", "return_token_strs": True}),
             ("/detokenize", {"tokens": [9]}),
             ("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "x"}),

@@ -243,6 +243,8 @@ def test_a_wrong_salt_is_a_bad_request(cached: Cached, salt: Any) -> None:
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "the"}]}),
         ("/v1/responses", {"input": "the"}),
         ("/v1/embeddings", {"input": "the"}),
+        ("/classify", {"input": "the"}),
+        ("/rerank", {"query": "the", "documents": ["the"]}),
     ):
         answer = cached.post(path, key, cache_salt=salt, **body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "cache_salt"), answer.text

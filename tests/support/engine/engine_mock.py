@@ -70,6 +70,7 @@ class MockWeights:
 
     digest: str
     num_bytes: int = 1000
+    score_head: None = None
 
     @property
     def rows(self) -> dict[Group, int]:

@@ -326,6 +326,16 @@ def load_oracle(model_dir: Path, dtype: torch.dtype) -> Any:
     return kind.from_pretrained(model_dir, dtype=dtype, **eager).eval()
 
 
+def load_classifier(model_dir: Path, num_labels: int, *, has_head_bias: bool = False) -> Any:
+    """The model with a score head in the place of its own, whose weights are random."""
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(
+        model_dir, num_labels=num_labels, dtype=torch.float32
+    )
+    if has_head_bias:
+        model.score = torch.nn.Linear(model.score.in_features, num_labels, bias=True)
+    return model.eval()
+
+
 def make_tokenizer(directory: Path) -> None:
     """Write a byte-level tokenizer with a few merges, five special tokens and a chat template; any text round-trips."""
     tokens = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in _MERGES)]
@@ -350,17 +360,24 @@ def make_adapter(
     seed: int,
     scale_of_b: float = 0.3,
     save_embedding_layers: bool = False,
+    num_labels: int | None = None,
+    has_head_bias: bool = False,
     load: Callable[[Path, torch.dtype], Any] = load_oracle,
     **lora_config: Any,
 ) -> Path:
     """Write a PEFT LoRA adapter all of whose weights are random, so that it changes the output; returns `out_dir`.
 
     `target_modules` as PEFT takes it (list, regular expression, "all-linear"); further LoraConfig fields by name;
-    `load` makes the model that is trained of `model_dir`.
+    `load` makes the model that is trained of `model_dir`; `num_labels` for a score head of so many instead.
     """
-    model = load(model_dir, torch.float32)
     lora_config.setdefault("lora_alpha", 2 * rank)
-    config = LoraConfig(task_type="CAUSAL_LM", r=rank, target_modules=target_modules, **lora_config)
+    if num_labels is None:
+        model = load(model_dir, torch.float32)
+        lora_config.setdefault("task_type", "CAUSAL_LM")
+    else:
+        model = load_classifier(model_dir, num_labels, has_head_bias=has_head_bias)
+        lora_config.setdefault("task_type", "SEQ_CLS")
+    config = LoraConfig(r=rank, target_modules=target_modules, **lora_config)
     peft_model = get_peft_model(model, config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
