@@ -11,10 +11,9 @@ import torch
 from kernels.contract import Contract
 from kernels.expert_lora.ops import Pairs
 from kernels.experts.ops import ExpertAdapters, PackedExperts
-from kernels.experts.pairs import add_biases, by_expert, summed
+from kernels.experts.pairs import by_expert, mlps, summed
 from kernels.linear.ops import PackedWeight, linear, pack_weight
 from kernels.linear.quantised import Quantised, dequantise
-from kernels.swiglu.ops import swiglu
 
 CONTRACT = Contract()
 
@@ -42,18 +41,10 @@ def experts(
     adapters: ExpertAdapters | None = None,
 ) -> torch.Tensor:
     """See `ops.experts`."""
-    in_order, order, rows = by_expert(x, chosen)
+    in_order, order = by_expert(chosen)
     counts = torch.bincount(in_order, minlength=packed.num_experts).tolist()
-    gate_up = _multiply(rows, packed.gate_up, counts)
-    add_biases(gate_up, packed.biases, 0, in_order)
     pairs = Pairs(in_order, order // chosen.shape[1], packed.num_experts)
-    if adapters is not None:
-        adapters.add_gate_up(rows, gate_up, pairs)
-    gated = swiglu(gate_up, packed.activation)
-    out = _multiply(gated, packed.down, counts)
-    add_biases(out, packed.biases, 1, in_order)
-    if adapters is not None:
-        adapters.add_down(gated, out, pairs)
+    out = mlps(x, pairs, packed, adapters, lambda rows, weights: _multiply(rows, weights, counts))
     return summed(out, order, weights)
 
 

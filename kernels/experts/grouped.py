@@ -11,9 +11,8 @@ from torch.nn import functional
 from kernels.contract import Contract
 from kernels.expert_lora.ops import Pairs
 from kernels.experts.ops import ExpertAdapters, PackedExperts
-from kernels.experts.pairs import add_biases, by_expert, summed
+from kernels.experts.pairs import by_expert, mlps, summed
 from kernels.shapes import ProbeShapes
-from kernels.swiglu.ops import swiglu
 from kernels.triton_launch import HOPPER
 
 # Rows of what the products read start at multiples of this.
@@ -35,18 +34,14 @@ def experts(
     adapters: ExpertAdapters | None = None,
 ) -> torch.Tensor:
     """See `ops.experts`."""
-    in_order, order, rows = by_expert(x, chosen)
+    in_order, order = by_expert(chosen)
     ends = ends_of(in_order, packed.num_experts)
-    gate_up = functional.grouped_mm(rows, packed.gate_up.transpose(1, 2), offs=ends)
-    add_biases(gate_up, packed.biases, 0, in_order)
     pairs = Pairs(in_order, order // chosen.shape[1], packed.num_experts)
-    if adapters is not None:
-        adapters.add_gate_up(rows, gate_up, pairs)
-    gated = swiglu(gate_up, packed.activation)
-    out = functional.grouped_mm(gated, packed.down.transpose(1, 2), offs=ends)
-    add_biases(out, packed.biases, 1, in_order)
-    if adapters is not None:
-        adapters.add_down(gated, out, pairs)
+
+    def multiply(rows: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
+        return functional.grouped_mm(rows, held.transpose(1, 2), offs=ends)
+
+    out = mlps(x, pairs, packed, adapters, multiply)
     return summed(out, order, weights)
 
 

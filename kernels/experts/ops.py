@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from kernels.activation import Activation
+from kernels.contract import Contract
 from kernels.expert_lora.ops import Pairs, expert_lora
 from kernels.linear.quantised import Quantised, dequantise
 from kernels.lora.maps import LoraMaps, LoraStack
@@ -175,10 +176,11 @@ def experts(
     return out
 
 
-def warm_up(packed: PackedExperts) -> int:
-    """Compile all that products of these weights can need in steps of any size. Returns the number of variants that
-    were compiled."""
-    return _module(packed.implementation).CONTRACT.warm_up_and_count(packed)
+def warm_up(packed: PackedExperts, num_chosen: int) -> int:
+    """Compile all that products of these weights can need in steps of any size, num_chosen experts for each token.
+    Returns the number of variants that were compiled."""
+    contract: Contract = _module(packed.implementation).CONTRACT
+    return contract.warm_up_and_count(packed, num_chosen)
 
 
 def _module(implementation: str) -> ModuleType:

@@ -2,27 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
+from kernels.expert_lora.ops import Pairs
+from kernels.experts.ops import ExpertAdapters, PackedExperts
 from kernels.platform import in_use
+from kernels.swiglu.ops import swiglu
+
+# (rows [pairs, in], the weights of all experts as they are packed) -> [pairs, out], each row by its expert's weights.
+Product = Callable[[torch.Tensor, Any], torch.Tensor]
 
 
-def by_expert(x: torch.Tensor, chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(experts [pairs], ascending; order [pairs], the pair at each place, of those of chosen row by row; the row of x
-    of each pair in that order)."""
+def by_expert(chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(experts [pairs], ascending; order [pairs], the pair at each place, of those of chosen row by row)."""
     in_order, order = chosen.flatten().sort(stable=True)
-    return in_order, order, x.index_select(0, order // chosen.shape[1])
+    return in_order, order
 
 
-def add_biases(
-    product: torch.Tensor, biases: tuple[torch.Tensor, torch.Tensor] | None, which: int, in_order: torch.Tensor
-) -> None:
-    """Add to each pair's row of product [pairs, columns] the bias of its expert, in place.
-
-    which  0: of gate and up; 1: of down
-    """
-    if biases is not None:
-        product.add_(biases[which].index_select(0, in_order))
+def mlps(
+    x: torch.Tensor, pairs: Pairs, packed: PackedExperts, adapters: ExpertAdapters | None, multiply: Product
+) -> torch.Tensor:
+    """The answer of each pair's expert to its token's row of x, [pairs, hidden_size], with biases and deltas."""
+    rows = x.index_select(0, pairs.tokens)
+    gate_up = multiply(rows, packed.gate_up)
+    if packed.biases is not None:
+        gate_up.add_(packed.biases[0].index_select(0, pairs.experts))
+    if adapters is not None:
+        adapters.add_gate_up(rows, gate_up, pairs)
+    gated = swiglu(gate_up, packed.activation)
+    out = multiply(gated, packed.down)
+    if packed.biases is not None:
+        out.add_(packed.biases[1].index_select(0, pairs.experts))
+    if adapters is not None:
+        adapters.add_down(gated, out, pairs)
+    return out
 
 
 def summed(out: torch.Tensor, order: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

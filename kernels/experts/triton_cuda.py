@@ -1,5 +1,5 @@
-"""`kernels.experts.ops` on NVIDIA GPUs: plain weights by torch's grouped products; codes, of the experts that tokens
-chose alone, by a kernel that dequantises them in registers.
+"""`kernels.experts.ops` on NVIDIA GPUs: each expert's rows by its weights as these stream by; where experts have many
+rows each, plain weights by torch's grouped products. Codes are dequantised in registers.
 
 All that a launch depends on is the number of pairs: which experts have them is read on the device, so a captured call
 does what a new one would. A weight means the same in steps of all sizes.
@@ -16,22 +16,25 @@ from dataclasses import dataclass, replace
 
 import torch
 import triton
-import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.contract import Contract
 from kernels.expert_lora.ops import Pairs
 from kernels.experts import grouped
 from kernels.experts.ops import ExpertAdapters, PackedExperts
-from kernels.experts.pairs import add_biases, by_expert, summed
+from kernels.experts.pairs import by_expert, mlps, summed
+from kernels.experts.triton_cuda_kernels import expert_codes_kernel, order_kernel, product_kernel, sum_kernel
 from kernels.linear import triton_cuda as linear_cuda
 from kernels.linear.ops import PackedWeight
 from kernels.linear.quantised import Quantised, joined
-from kernels.linear.triton_cuda_codes import codes_product
 from kernels.linear.triton_cuda_configs import TileConfig
-from kernels.swiglu.ops import swiglu
 from kernels.triton_launch import count_compiled
 
+# Up to so many pairs of each expert, on average, it is the weights' bytes that take the time.
+_FEW_ROWS = 16
+_ORDERED_AT_ONCE = 32  # pairs, or experts, of a program
+_COMPARED_AT_ONCE = 512
+_ROWS, _COLUMNS, _INPUTS = 16, 64, 128  # of a step of the product
+_SUMMED_COLUMNS = 1024
 # By pairs that an expert has on average, at most, ascending; the last one serves more.
 _CONFIGS = {8: TileConfig(128, 16, 4, 4), 48: TileConfig(128, 64, 4, 3), 96: TileConfig(128, 128, 8, 3)}
 
@@ -46,85 +49,6 @@ class ExpertCodes:
     @property
     def out_features(self) -> int:
         return self.weight.out_features // self.num_experts
-
-
-@triton.jit(do_not_specialize=["num_blocks", "num_groups"])
-def expert_codes_kernel(
-    x_ptr,  # [pairs, in_features], in the order of the experts
-    ends_ptr,  # int32 [NUM_EXPERTS]: pairs up to each expert's last
-    codes_ptr,  # as in `quantised_linear_kernel`, of all experts
-    scales_ptr,  # also uint8: exponents of powers of two
-    offsets_ptr,
-    table_ptr,
-    out_ptr,  # [pairs, out_features]
-    in_features,
-    out_features,  # of one expert
-    all_features,
-    num_blocks,
-    num_groups,
-    NUM_EXPERTS: tl.constexpr,
-    EXPERTS: tl.constexpr,  # a power of two
-    FORM: tl.constexpr,
-    OFFSETS: tl.constexpr,
-    SCALES_PRODUCTS: tl.constexpr,
-    IS_EVEN: tl.constexpr,
-    GROUP: tl.constexpr,
-    WORDS: tl.constexpr,
-    CODES: tl.constexpr,
-    CODES_OF_GROUP: tl.constexpr,
-    BLOCK_OUT: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    STAGES: tl.constexpr,
-    IS_INTERPRETED: tl.constexpr,
-    DEPENDENT_LAUNCH: tl.constexpr,
-):
-    """Grid (tiles of an expert's columns, tiles of pairs: as many as there can be)."""
-    if DEPENDENT_LAUNCH:
-        gdc_wait()
-        gdc_launch_dependents()
-    each = tl.arange(0, EXPERTS)
-    last = tl.load(ends_ptr + each, mask=each < NUM_EXPERTS, other=0)
-    first = tl.load(ends_ptr + each - 1, mask=(each > 0) & (each < NUM_EXPERTS), other=0)
-    num_tiles = (last - first + BLOCK_TOKENS - 1) // BLOCK_TOKENS
-    tiles_before = tl.cumsum(num_tiles, 0)
-    expert = tl.sum((tiles_before <= tl.program_id(1)).to(tl.int32))
-    if expert < NUM_EXPERTS:
-        is_own = each == expert
-        own_tile = tl.program_id(1) - tl.sum(tl.where(is_own, tiles_before - num_tiles, 0))
-        pair = tl.sum(tl.where(is_own, first, 0)) + own_tile * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-        pair_end = tl.sum(tl.where(is_own, last, 0))
-        column = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-        total = codes_product(
-            x_ptr,
-            codes_ptr,
-            scales_ptr,
-            offsets_ptr,
-            table_ptr,
-            tl.minimum(pair, pair_end - 1),
-            expert * out_features + tl.where(column < out_features, column, 0),
-            0,
-            num_blocks,
-            in_features,
-            in_features,
-            all_features,
-            num_groups,
-            out_ptr.dtype.element_ty,
-            FORM,
-            OFFSETS,
-            SCALES_PRODUCTS,
-            IS_EVEN,
-            GROUP,
-            WORDS,
-            CODES,
-            CODES_OF_GROUP,
-            BLOCK_OUT,
-            BLOCK_TOKENS,
-            STAGES,
-            IS_INTERPRETED,
-        )
-        places = out_ptr + pair[None, :].to(tl.int64) * out_features + column[:, None]
-        mask = (column[:, None] < out_features) & (pair[None, :] < pair_end)
-        tl.store(places, total.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def pack_experts(gate_up: torch.Tensor, down: torch.Tensor) -> PackedExperts:
@@ -150,21 +74,64 @@ def experts(
     adapters: ExpertAdapters | None = None,
 ) -> torch.Tensor:
     """See `ops.experts`."""
-    if not packed.holds_codes:
+    is_few = chosen.numel() <= _FEW_ROWS * packed.num_experts
+    if not is_few and not packed.holds_codes:
         return grouped.experts(x, chosen, weights, packed, adapters)
-    in_order, order, rows = by_expert(x, chosen)
-    ends = grouped.ends_of(in_order, packed.num_experts)
-    gate_up = multiply(rows, packed.gate_up, ends)
-    add_biases(gate_up, packed.biases, 0, in_order)
-    pairs = Pairs(in_order, order // chosen.shape[1], packed.num_experts)
-    if adapters is not None:
-        adapters.add_gate_up(rows, gate_up, pairs)
-    gated = swiglu(gate_up, packed.activation)
-    out = multiply(gated, packed.down, ends)
-    add_biases(out, packed.biases, 1, in_order)
-    if adapters is not None:
-        adapters.add_down(gated, out, pairs)
-    return summed(out, order, weights)
+    if is_few:
+        pairs, positions, ends = _ordered(chosen, packed.num_experts)
+    else:
+        in_order, order = by_expert(chosen)
+        pairs = Pairs(in_order, order // chosen.shape[1], packed.num_experts)
+        ends = grouped.ends_of(in_order, packed.num_experts)
+    product = multiply if packed.holds_codes else _multiply
+    rows = mlps(x, pairs, packed, adapters, lambda rows, held: product(rows, held, ends))
+    return _summed(rows, positions, weights) if is_few else summed(rows, order, weights)
+
+
+def _ordered(chosen: torch.Tensor, num_experts: int) -> tuple[Pairs, torch.Tensor, torch.Tensor]:
+    """(pairs by expert and then by token; int64 [pairs], the position of each pair of chosen row by row; int32
+    [num_experts], where each expert's pairs end)."""
+    num_pairs, num_chosen = chosen.numel(), chosen.shape[1]
+    of_pairs = torch.empty(3, num_pairs, dtype=torch.int64, device=chosen.device)
+    ends = torch.empty(num_experts, dtype=torch.int32, device=chosen.device)
+    num_blocks = triton.cdiv(num_pairs, _ORDERED_AT_ONCE) + triton.cdiv(num_experts, _ORDERED_AT_ONCE)
+    order_kernel[(num_blocks,)](
+        *(chosen, *of_pairs, ends, num_pairs, num_chosen),
+        NUM_EXPERTS=num_experts,
+        PAIRS=_ORDERED_AT_ONCE,
+        BLOCK=_COMPARED_AT_ONCE,
+        num_warps=4,
+    )
+    experts_of, tokens, positions = of_pairs
+    return Pairs(experts_of, tokens, num_experts), positions, ends
+
+
+def _multiply(rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """The rows of each expert by its weights [num_experts, out, in]."""
+    num_experts, outputs, inputs = weights.shape
+    out = rows.new_empty(len(rows), outputs)
+    product_kernel[triton.cdiv(outputs, _COLUMNS), num_experts](
+        *(rows, weights, out, ends),
+        INPUTS=inputs,
+        OUTPUTS=outputs,
+        ROWS=_ROWS,
+        COLUMNS=_COLUMNS,
+        BLOCK=_INPUTS,
+        num_warps=4,
+        num_stages=3,
+    )
+    return out
+
+
+def _summed(rows: torch.Tensor, positions: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The weighted sum of each token's pairs; rows [pairs, hidden_size], weights [tokens, num_chosen]."""
+    (num_tokens, num_chosen), size = weights.shape, rows.shape[1]
+    out = rows.new_empty(num_tokens, size)
+    block = min(_SUMMED_COLUMNS, triton.next_power_of_2(size))
+    sum_kernel[num_tokens, triton.cdiv(size, block)](
+        rows, positions, weights, out, num_chosen, SIZE=size, BLOCK=block, num_warps=4
+    )
+    return out
 
 
 def multiply(
@@ -211,20 +178,24 @@ def multiply(
     return out
 
 
-def warm_up(packed: PackedExperts) -> None:
-    """See `ops.warm_up`."""
-    if not packed.holds_codes:
-        return
-    for codes in (packed.gate_up, packed.down):
-        rows = torch.zeros(1, codes.weight.in_features, dtype=packed.dtype, device=codes.weight.data.device)
-        ends = torch.ones(packed.num_experts, dtype=torch.int32, device=rows.device)
-        for config in _CONFIGS.values():
-            multiply(rows, codes, ends, config)
+def warm_up(packed: PackedExperts, num_chosen: int) -> None:
+    """See `ops.warm_up`. The number of pairs is no constant of the kernels. No result is used as an index, since
+    compilation ahead launches nothing."""
+    device = packed.gate_up.weight.data.device if packed.holds_codes else packed.gate_up.device
+    _, positions, ends = _ordered(torch.arange(num_chosen, device=device).unsqueeze(0), packed.num_experts)
+    for held, inputs in ((packed.gate_up, packed.hidden_size), (packed.down, packed.size)):
+        rows = torch.zeros(num_chosen, inputs, dtype=packed.dtype, device=device)
+        if packed.holds_codes:
+            for config in _CONFIGS.values():
+                out = multiply(rows, held, ends, config)
+        else:
+            out = _multiply(rows, held, ends)
+    _summed(out, positions, out.new_zeros(1, num_chosen))
 
 
 def compiled_count() -> int:
     """Number of compiled variants in this process."""
-    return count_compiled(expert_codes_kernel)
+    return count_compiled(expert_codes_kernel, order_kernel, product_kernel, sum_kernel)
 
 
 CONTRACT = Contract(refuses=grouped.refuses, warm_up=warm_up, compiled_count=compiled_count, replayable=True)

@@ -83,6 +83,18 @@ def test_each_token_has_the_weighted_sum_of_its_experts(
 
 
 @pytest.mark.usefixtures("serving")
+@pytest.mark.parametrize("expert", [0, 2, 3])
+def test_many_tokens_may_choose_one_expert(expert: int, device: str) -> None:
+    weights = make_weights(SIZES[1], torch.bfloat16, device)
+    x, chosen, shares = make_tokens(SIZES[1], 40, torch.bfloat16, device)
+    chosen[:37] = expert
+    expected = reference.experts(x, chosen, shares, reference.pack_experts(*weights))
+    found = experts(x, chosen, shares, pack_experts(*weights))
+    absolute, relative = OP[torch.bfloat16]
+    torch.testing.assert_close(found.double(), expected.double(), atol=absolute, rtol=relative)
+
+
+@pytest.mark.usefixtures("serving")
 @DTYPES
 def test_biases_and_the_clamped_gate_of_experts(dtype: torch.dtype, device: str) -> None:
     num_experts, _, hidden_size, size = SIZES[0]
@@ -273,10 +285,12 @@ def make_adapted(case: Case, num_experts: int, device: str, num_chosen: int = 3)
 
 
 @pytest.fixture(params=["any_device", "triton_cuda"])
-def adapting(request: pytest.FixtureRequest, device: str) -> Iterator[str]:
+def adapting(request: pytest.FixtureRequest, device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Triton's kernels in its interpreter on a CPU."""
     if request.param == "triton_cuda":
         pytest.importorskip("triton", reason="Triton is not installed")
+        if device == "cpu":
+            multiply_bfloat16(monkeypatch)
     platform = in_use(torch.device(device)).with_fallback("expert_lora", request.param, "for the test")
     with installed(platform, torch.device(device).type):
         yield request.param
@@ -287,7 +301,7 @@ RANKS = {"mixed": ((7, 0, 14, 63), (21, 7, 0, 119)), "one-slice": ((7, 28, 0, 14
 
 @pytest.mark.usefixtures("adapting")
 @DTYPES
-@pytest.mark.parametrize("lengths", [(1, 1, 1, 1), (3, 0, 9, 2)], ids=str)
+@pytest.mark.parametrize("lengths", [(1, 1, 1, 1), (3, 0, 9, 2), (30, 0, 17, 1)], ids=str)
 @pytest.mark.parametrize("ranks", RANKS)
 def test_each_pair_has_the_delta_of_its_adapter_and_expert(
     ranks: str, lengths: tuple[int, ...], dtype: torch.dtype, device: str

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from adapters.memory import copy_stream
-from kernels.experts import grouped
+from kernels.experts import triton_cuda
 from kernels.platform import IMPLEMENTATIONS, detect, installed
 from kernels.probe.op_reports import OpReport
 from service.engine.engine import Engine
@@ -165,8 +165,8 @@ def test_replayed_steps_of_experts_in_bfloat16_equal_eager_ones(
         products.append(x.dtype)
         return experts(x, *arguments)
 
-    experts = grouped.experts
-    monkeypatch.setattr(grouped, "experts", noted)
+    experts = triton_cuda.experts
+    monkeypatch.setattr(triton_cuda, "experts", noted)
     with kernels_of_a_gpu(device, monkeypatch):
         # Rows of adapters are float32 on a CPU, and cannot stand behind weights in bfloat16.
         captured = assert_replays_as_eager(world, mixed_requests(1, num=2), lora_window=device != "cpu")

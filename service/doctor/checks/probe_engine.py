@@ -229,13 +229,15 @@ class FakeAdapters(HostTier):
         num_experts = max((experts.num for experts in layout.experts), default=1)
         left_out = ("embeddings",) if expert_rank else ("embeddings", "experts")
         projections = [projection for projection in layout.projections if projection.group not in left_out]
-        ranks = {one.group: expert_rank * num_experts if one.group == "experts" else rank for one in projections}
+        ranks: dict[str, int] = {
+            one.group: expert_rank * num_experts if one.group == "experts" else rank for one in projections
+        }
         self._shapes = [
             ModuleShape(piece.module, ranks[projection.group], projection.in_features, piece.out_features, 1.0)
             for projection in projections
             for piece in projection.slices
         ]
-        self.rows: dict[str, int] = dict(ranks.items())
+        self.rows: dict[str, int] = ranks
         largest = max(one.rank * max(one.in_features, one.out_features) for one in self._shapes)
         size = max(min(_POOL_NUMBERS, 64 * largest), largest)
         generator = torch.Generator().manual_seed(_ADAPTER_SEED)

@@ -81,8 +81,8 @@ class MixtureOfExperts:
         """Compile what steps of any size need here."""
         packed = self._experts
         router = self._router if isinstance(self._router, torch.Tensor) else self._router.weight.data
+        expert_ops.warm_up(packed, self._spec.num_chosen)
         swiglu_ops.warm_up(packed.size, packed.dtype, router.device, packed.activation)
-        expert_ops.warm_up(packed)
         if self._stacks is not None:
             expert_lora_ops.warm_up(self._stacks, packed.dtype, packed.num_experts)
         if self._shared is not None:
