@@ -22,6 +22,7 @@ class ProbeShapes:
     conv_width         taps of the short convolution; 0: the model has none, so its op is not probed
     conv_size          its channels, where it is followed by silu and not gated; None: hidden_size, and gated
     delta              num_key_heads, num_value_heads, key_dim and value_dim of the gated delta rule; None: not probed
+    mamba2             num_groups, num_heads, state_size and head_dim of state-space layers; None: not probed
     experts            number of experts, how many a token has, and their width; None: not probed
     has_expert_biases  experts add a bias behind each of their products
     rotary_dim         elements of a head that are turned; None: all
@@ -53,6 +54,7 @@ class ProbeShapes:
     conv_width: int = 3
     conv_size: int | None = None
     delta: tuple[int, int, int, int] | None = (2, 4, 16, 32)
+    mamba2: tuple[int, int, int, int] | None = (2, 4, 16, 32)
     experts: tuple[int, int, int] | None = (6, 2, 48)
     has_expert_biases: bool = False
     block_size: int = 16

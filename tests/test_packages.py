@@ -130,14 +130,15 @@ LAYERS: dict[str, dict[str, str]] = {
         "ascend_relaunch": "ascend_runtime",
         "causal_conv1d": "ascend_runtime contract platform query_starts triton_launch",
         "gated_delta": "ascend_relaunch causal_conv1d contract platform shapes triton_launch",
+        "mamba2": "contract gated_delta platform",
         "lora": "arrays ascend_relaunch ascend_runtime contract platform triton_launch",
         "expert_lora": "contract lora platform triton_launch",
         "experts": "activation contract expert_lora linear lora platform shapes swiglu triton_launch",
         "rotary_kv": "ascend_relaunch contract paged_attention platform shapes triton_launch",
         "lora_window": "ascend_relaunch contract lora platform triton_launch",
         "probe": "ascend_runtime attention_maps causal_conv1d child_process compile_ahead expert_lora experts "
-        "gated_delta linear lora lora_window paged_attention platform rms_norm rotary_kv row_scatter sampling shapes "
-        "swiglu",
+        "gated_delta linear lora lora_window mamba2 paged_attention platform rms_norm rotary_kv row_scatter sampling "
+        "shapes swiglu",
     },
     "adapters": {
         "errors": "",

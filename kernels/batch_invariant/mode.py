@@ -23,7 +23,7 @@ from kernels.platform import BackendError, Platform, detect, in_use, install
 # Device type -> the module with its replacements, and implementations of ops that are made for it.
 _REPLACEMENTS = {"cpu": "kernels.batch_invariant.cpu"}
 _IMPLEMENTATIONS: Mapping[str, Mapping[str, str]] = {
-    "cpu": {"paged_attention": "batch_invariant", "gated_delta": "batch_invariant"},
+    "cpu": dict.fromkeys(("paged_attention", "gated_delta", "mamba2"), "batch_invariant"),
 }
 
 

@@ -19,7 +19,7 @@ from kernels.gated_delta.parts import gated_norm, gates_of, heads_of
 
 CONTRACT = Contract()
 
-_CHUNK = 64
+CHUNK = 64
 
 
 def prefill(
@@ -55,9 +55,9 @@ def prefill(
     for n, length in enumerate(lengths):
         if length > 1:
             here = slice(starts[n], starts[n + 1])
-            state = _state_at(states, sources[n : n + 1], has_initial_state[n : n + 1])[0]
+            state = state_at(states, sources[n : n + 1], has_initial_state[n : n + 1])[0]
             out[here], state = _in_chunks(q[here], k[here], v[here], beta[here], decay_log[here], state)
-            _write(states, state_indices[n : n + 1], state[None])
+            write_states(states, state_indices[n : n + 1], state[None])
     return out[:num_tokens].to(qkv.dtype)
 
 
@@ -127,11 +127,11 @@ def _in_chunks(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(out [tokens, heads, value_dim], the state after them) of one sequence; state [heads, key_dim, value_dim]."""
     num_tokens = len(q)
-    chunk = min(_CHUNK, 1 << (num_tokens - 1).bit_length())
+    chunk = min(CHUNK, 1 << (num_tokens - 1).bit_length())
     padding = -num_tokens % chunk
     # [heads, chunks, chunk, ...]; padding neither decays nor writes.
-    q, k, v = (_chunked(x, chunk, padding) for x in (q, k, v))
-    beta, decay_log = (_chunked(x.unsqueeze(2), chunk, padding).squeeze(3) for x in (beta, decay_log))
+    q, k, v = (chunked(x, chunk, padding) for x in (q, k, v))
+    beta, decay_log = (chunked(x.unsqueeze(2), chunk, padding).squeeze(3) for x in (beta, decay_log))
     total = decay_log.cumsum(2)
     causal = torch.ones(chunk, chunk, dtype=torch.bool, device=q.device).tril()
     decay = (total.unsqueeze(3) - total.unsqueeze(2)).masked_fill_(~causal, -torch.inf).exp_()
@@ -171,12 +171,12 @@ def _inverse(changes: torch.Tensor) -> torch.Tensor:
     return inverse.squeeze(-3)
 
 
-def _chunked(x: torch.Tensor, chunk: int, padding: int) -> torch.Tensor:
+def chunked(x: torch.Tensor, chunk: int, padding: int) -> torch.Tensor:
     """x [tokens, heads, size] -> [heads, chunks, chunk, size]"""
     return functional.pad(x.transpose(0, 1), (0, 0, 0, padding)).unflatten(1, (-1, chunk))
 
 
-def _state_at(states: torch.Tensor, lines: torch.Tensor, continued: torch.Tensor | None) -> torch.Tensor:
+def state_at(states: torch.Tensor, lines: torch.Tensor, continued: torch.Tensor | None) -> torch.Tensor:
     """Fresh states of the lines; zeros, chosen and not multiplied, where nothing is continued."""
     state = states.index_select(0, lines.long().clamp(min=0))
     if continued is not None:
@@ -184,7 +184,7 @@ def _state_at(states: torch.Tensor, lines: torch.Tensor, continued: torch.Tensor
     return state
 
 
-def _write(states: torch.Tensor, lines: torch.Tensor, new: torch.Tensor) -> None:
+def write_states(states: torch.Tensor, lines: torch.Tensor, new: torch.Tensor) -> None:
     """Padding writes to the null line what is there."""
     lines = lines.long()
     is_real = (lines > 0)[:, None, None, None]

@@ -117,6 +117,18 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3-no-window": ("smollm3", {"use_sliding_window": False}),
     "granite-biases": ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}),
     "granitemoehybrid-no-positions": ("granitemoehybrid", {"position_embedding_type": None, "attention_bias": True}),
+    "granitemoehybrid-no-mamba": ("granitemoehybrid", {"layer_types": ["full_attention"] * 3}),
+    "bamba-biases": (
+        "bamba",
+        {
+            **dict.fromkeys(("mamba_proj_bias", "attention_bias", "mlp_bias"), True),
+            "mamba_conv_bias": False,
+            "mamba_d_head": 8,
+            "mamba_n_heads": 12,
+            "mamba_n_groups": 3,
+            "mamba_d_conv": 3,
+        },
+    ),
     "glm-whole-heads": ("glm", {"partial_rotary_factor": 1.0, "attention_bias": False}),
     "glm4_moe-as-air": ("glm4_moe", {"use_qk_norm": False, "routed_scaling_factor": 1.0, "norm_topk_prob": False}),
     "rope-theta": ("qwen3", {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),

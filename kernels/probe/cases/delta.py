@@ -1,10 +1,11 @@
-"""Probe cases of the gated delta rule: new and continued sequences, decode tokens and padding in one step."""
+"""Probe cases of the gated delta rule and Mamba-2: new and continued sequences, decode tokens, padding in one step."""
 
 from __future__ import annotations
 
 import torch
 
 from kernels.gated_delta import ops
+from kernels.mamba2 import ops as mamba2_ops
 from kernels.probe.cases.tensors import Place, Prepared
 from kernels.shapes import ProbeShapes
 
@@ -53,19 +54,64 @@ def decode(shapes: ProbeShapes, place: Place) -> Prepared:
     return call
 
 
+def mamba2_prefill(shapes: ProbeShapes, place: Place) -> Prepared:
+    """As `prefill`."""
+    states, inputs = _mamba2_inputs(shapes, place, sum(_LENGTHS))
+    starts = [sum(_LENGTHS[:i]) for i in range(len(_LENGTHS) + 1)]
+    where = (place.ints(starts), place.ints(_LINES), torch.tensor(_CONTINUES).to(place.device))
+    real = torch.tensor([t for n, line in enumerate(_LINES) if line > 0 for t in range(starts[n], starts[n + 1])])
+
+    def call() -> tuple[torch.Tensor, ...]:
+        out = mamba2_ops.mamba2_prefill(*inputs, states, *where, query_starts=starts)
+        return out[real.to(out.device)], states
+
+    return call
+
+
+def mamba2_decode(shapes: ProbeShapes, place: Place) -> Prepared:
+    """One token for each of four sequences and one that is padding."""
+    states, inputs = _mamba2_inputs(shapes, place, len(_LINES))
+    lines = place.ints(_LINES)
+    real = torch.tensor([n for n, line in enumerate(_LINES) if line > 0])
+
+    def call() -> tuple[torch.Tensor, ...]:
+        return mamba2_ops.mamba2_decode(*inputs, states, lines)[real.to(states.device)], states
+
+    return call
+
+
+def _mamba2_inputs(
+    shapes: ProbeShapes, place: Place, num_tokens: int
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """As `_inputs`."""
+    assert shapes.mamba2 is not None
+    num_groups, num_heads, state_size, head_dim = shapes.mamba2
+    states = _states(place, num_heads, state_size, head_dim)
+    xbc = place.put(place.random(num_tokens, num_heads * head_dim + 2 * num_groups * state_size))
+    dt = place.put(place.random(num_tokens, num_heads + _COLUMNS_BEHIND))[:, :num_heads]
+    a_log, dt_bias, d = (place.random(num_heads).to(place.device) for _ in range(3))
+    return states, (xbc, dt, a_log, dt_bias, d)
+
+
+def _states(place: Place, *sizes: int) -> torch.Tensor:
+    """[_NUM_LINES, *sizes], with values where a sequence continues."""
+    states = place.fresh(_NUM_LINES, *sizes)
+    for line, goes_on in zip(_LINES, _CONTINUES, strict=True):
+        if goes_on and line > 0:
+            states[line] = place.random(*sizes)
+    return states.to(place.device)
+
+
 def _inputs(
     shapes: ProbeShapes, place: Place, num_tokens: int
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
     """The states, and what stands before them in a call; gates are columns of a wider product."""
     assert shapes.delta is not None
     num_key_heads, num_heads, key_dim, value_dim = shapes.delta
-    states = place.fresh(_NUM_LINES, num_heads, key_dim, value_dim)
-    for line, goes_on in zip(_LINES, _CONTINUES, strict=True):
-        if goes_on and line > 0:
-            states[line] = place.random(*states.shape[1:])
+    states = _states(place, num_heads, key_dim, value_dim)
     columns = 2 * num_key_heads * key_dim + num_heads * value_dim
     qkv = place.put(place.random(num_tokens, columns))
     gates = place.put(place.random(num_tokens, 2 * num_heads + _COLUMNS_BEHIND))
     a_log, dt_bias = (place.random(num_heads).to(place.device) for _ in range(2))
     b, a = gates[:, :num_heads], gates[:, num_heads : 2 * num_heads]
-    return states.to(place.device), (qkv, b, a, a_log, dt_bias)
+    return states, (qkv, b, a, a_log, dt_bias)

@@ -31,6 +31,7 @@ _CASES: Mapping[str, Mapping[str, Case]] = {
         "causal_conv1d_update": conv.update,
     },
     "gated_delta": {"gated_delta_prefill": delta.prefill, "gated_delta_decode": delta.decode},
+    "mamba2": {"mamba2_prefill": delta.mamba2_prefill, "mamba2_decode": delta.mamba2_decode},
     "experts": {"experts": experts.experts, "experts_quantised": experts.experts_quantised},
     "expert_lora": {"expert_lora": experts.lora},
     "paged_attention": {
@@ -60,6 +61,8 @@ def cases_of(op: str, shapes: ProbeShapes) -> Mapping[str, Case]:
     if op == "causal_conv1d" and shapes.conv_width == 0:
         return {}
     if op == "gated_delta" and shapes.delta is None:
+        return {}
+    if op == "mamba2" and shapes.mamba2 is None:
         return {}
     if op in ("experts", "expert_lora") and shapes.experts is None:
         return {}

@@ -238,7 +238,12 @@ def _eager_reason(config: EngineConfig, kind: str, loaded: LoadedModel, *, has_g
         return "npu_graphs is off"
     if not has_graphs and device.type not in ("cuda", "npu"):
         return f"no graphs on {device.type}"
-    users = {"causal_conv1d": spec.convs, "gated_delta": spec.deltas, "experts": spec.moes}
+    users: dict[str, Sequence[object]] = {
+        "causal_conv1d": spec.convs,
+        "gated_delta": spec.deltas,
+        "mamba2": spec.mambas,
+        "experts": spec.moes,
+    }
     # Steps with adapters of experts, which alone use it, may run eagerly beside the others.
     unused = {"expert_lora", *(op for op, layers in users.items() if not layers)}
     ops = unreplayable_ops(device, unused)

@@ -51,7 +51,7 @@ from service.models.layers.caches import kv_bytes_per_token, state_bytes_per_lin
 from service.models.layouts import layout_of_spec
 from service.models.loader import LoadedModel, choose_dtype, load_model
 from service.models.spec.config_json import read_config
-from service.models.spec.model_spec import ModelSpec
+from service.models.spec.model_spec import ModelSpec, ShortConvSpec
 from service.models.spec.quantisation import quantisation_of
 
 
@@ -335,8 +335,9 @@ def shapes_to_probe(config: EngineConfig) -> ProbeShapes:
         score_cap=next((one.score_cap for one in spec.attentions if one.score_cap is not None), None),
         has_sinks=any(one.has_sinks for one in spec.attentions),
         conv_width=max((conv.width for conv in spec.convs), default=0),
-        conv_size=max((delta.size for delta in spec.deltas), default=None),
+        conv_size=max((conv.size for conv in spec.convs if not isinstance(conv, ShortConvSpec)), default=None),
         delta=next(((d.num_key_heads, d.num_value_heads, d.key_dim, d.value_dim) for d in spec.deltas), None),
+        mamba2=next(((m.num_groups, m.num_heads, m.state_size, m.head_dim) for m in spec.mambas), None),
         experts=next(((moe.num_experts, moe.num_chosen, moe.size) for moe in spec.moes), None),
         has_expert_biases=any(moe.interleaved for moe in spec.moes),
         block_size=config.block_size_tokens,

@@ -46,6 +46,7 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], ModelSpec]] = MappingProxyT
         "olmo3": olmo3.read,
         "granite": granite.read,
         "granitemoehybrid": granite.read_hybrid,
+        "bamba": granite.read_bamba,
         "glm": glm.read,
         "glm4": glm.read_sandwiched,
         "glm4_moe": glm.read_moe,

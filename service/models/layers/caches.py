@@ -34,10 +34,10 @@ class ConvStates:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeltaStates:
-    """States of one gated delta net; line 0 is null in both.
+    """States of one gated delta net or Mamba-2 layer; line 0 is null in both.
 
     lines     [num_lines, width - 1, channels], of its convolution
-    matrices  float32 [num_lines, value_heads, key_dim, value_dim]
+    matrices  float32 [num_lines, value_heads, key_dim, value_dim], or [num_lines, heads, state_size, head_dim]
     """
 
     lines: torch.Tensor

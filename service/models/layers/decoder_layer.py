@@ -11,13 +11,13 @@ from kernels.lora.maps import LoraMaps
 from service.models.layers.caches import LayerCache
 from service.models.layers.feed_forward import FeedForwardLayer, build_feed_forward
 from service.models.layers.head_norms import HeadNorm
-from service.models.layers.mixers import Attention, GatedDeltaNet, RmsNorm, ShortConv
+from service.models.layers.mixers import Attention, GatedDeltaNet, Mamba2, RmsNorm, ShortConv
 from service.models.layers.rope import Rotation
 from service.models.layers.weights import Weights
-from service.models.spec.model_spec import GatedDeltaSpec, LayerInputs, Mixer, ModelSpec, ShortConvSpec
+from service.models.spec.model_spec import GatedDeltaSpec, LayerInputs, Mamba2Spec, Mixer, ModelSpec, ShortConvSpec
 from service.models.step_batch import StepBatch
 
-LayerMixer = Attention | ShortConv | GatedDeltaNet
+LayerMixer = Attention | ShortConv | GatedDeltaNet | Mamba2
 
 
 class AllLayerInputs:
@@ -144,4 +144,6 @@ def _build_mixer(weights: Weights, prefix: str, mixer: Mixer, spec: ModelSpec) -
         return ShortConv(weights, prefix, mixer)
     if isinstance(mixer, GatedDeltaSpec):
         return GatedDeltaNet(weights, prefix, mixer, spec)
+    if isinstance(mixer, Mamba2Spec):
+        return Mamba2(weights, prefix, mixer, spec)
     return Attention(weights, prefix, mixer, spec)

@@ -17,6 +17,7 @@ from kernels.gated_delta.ops import gated_delta_decode, gated_delta_prefill
 from kernels.gated_delta.parts import gated_norm
 from kernels.lora.maps import LoraMaps
 from kernels.lora.non_lora import own_norm
+from kernels.mamba2.ops import mamba2_decode, mamba2_prefill
 from kernels.paged_attention import ops as paged_attention_ops
 from kernels.paged_attention.ops import paged_attention
 from kernels.platform import in_use
@@ -30,7 +31,7 @@ from service.models.layers.head_norms import HeadNorms
 from service.models.layers.projection import RowSource, side_of
 from service.models.layers.rope import Rotation
 from service.models.layers.weights import Weights
-from service.models.spec.model_spec import AttentionSpec, GatedDeltaSpec, ModelSpec, ShortConvSpec
+from service.models.spec.model_spec import AttentionSpec, GatedDeltaSpec, Mamba2Spec, ModelSpec, ShortConvSpec
 from service.models.step_batch import StepBatch
 
 
@@ -313,3 +314,60 @@ class GatedDeltaNet:
             )
             gated = gated_norm(mixed, z, self.norm_weight, self._eps)
         return self._out(gated, batch.lora, batch.window_rows)
+
+
+class Mamba2:
+    """A convolution over x, B and C, the state-space recurrence, and a gated norm by groups."""
+
+    def __init__(self, weights: Weights, prefix: str, mamba: Mamba2Spec, spec: ModelSpec) -> None:
+        """prefix  of its modules' names, "model.layers.3.mamba" for example"""
+        self._in = weights.projection(f"{prefix}.in_proj")
+        self._out = weights.projection(f"{prefix}.out_proj")
+        self._taps = weights.taps(f"{prefix}.conv1d")
+        self._bias = weights.tensor(f"{prefix}.conv1d.bias") if mamba.conv_bias else None
+        self._scalars = [weights.exact(f"{prefix}.{name}") for name in ("A_log", "dt_bias", "D")]
+        self._norm_weight = weights.exact(f"{prefix}.norm.weight")
+        self._spec, self._eps = mamba, spec.norm_eps
+
+    @property
+    def form(self) -> object:
+        """Equal for layers that need the same kernels."""
+        return "mamba2"
+
+    def warm_up(self, cache: DeltaStates, _rotary_dims: Sequence[int]) -> None:
+        """Compile what steps of any size need here."""
+        columns = sum(self._spec.input_sizes)
+        causal_conv1d_ops.warm_up(self._taps, self._bias, cache.lines, activation="silu", x_columns=columns)
+
+    def __call__(
+        self, hidden: torch.Tensor, batch: StepBatch, _rotations: tuple[Rotation, ...], cache: DeltaStates
+    ) -> torch.Tensor:
+        maps = batch.conv
+        assert maps is not None, "a model with states needs ConvMaps"
+        gate, xbc, dt = self._in(hidden, batch.lora, batch.window_rows).split(self._spec.input_sizes, dim=1)
+        sources, states = maps.source_state_indices, cache.matrices
+        a_log, dt_bias, d = self._scalars
+        if maps.all_decode:
+            lines = maps.state_indices
+            xbc = causal_conv1d_update(
+                *(xbc, self._taps, self._bias, cache.lines, lines), activation="silu", source_state_indices=sources
+            )
+            mixed = mamba2_decode(xbc, dt, a_log, dt_bias, d, states, lines, source_state_indices=sources)
+        else:
+            where, starts = (maps.query_start_loc, maps.state_indices, maps.has_initial_state), maps.query_starts
+            xbc = causal_conv1d_prefill(
+                *(xbc, self._taps, self._bias, cache.lines, *where),
+                activation="silu",
+                source_state_indices=sources,
+                query_starts=starts,
+            )
+            mixed = mamba2_prefill(
+                *(xbc, dt, a_log, dt_bias, d, states, *where), source_state_indices=sources, query_starts=starts
+            )
+        return self._out(self._gated(mixed.flatten(1), gate), batch.lora, batch.window_rows)
+
+    def _gated(self, mixed: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """[tokens, inner_size] in the dtype of the gate: gated before it is normed, group by group."""
+        groups = (mixed * functional.silu(gate.float())).unflatten(1, (self._spec.num_groups, -1))
+        normed = functional.rms_norm(groups, groups.shape[-1:], None, self._eps).flatten(1)
+        return (normed * self._norm_weight).to(gate.dtype)

@@ -18,11 +18,19 @@ Config = Mapping[str, Any]
 # Types of the fields that readers calculate with as they stand; null is their default, and other fields are checked
 # where they are read.
 _OBJECTS = ("rope_parameters", "rope_scaling", "quantization_config", "per_layer_config")
-_LISTS = ("layer_types", "mlp_only_layers", "full_attn_idxs", "no_rope_layers")
+_LISTS = (
+    "layer_types",
+    "mlp_only_layers",
+    "full_attn_idxs",
+    "no_rope_layers",
+    "attn_layer_indices",
+    "layers_block_type",
+    "time_step_limit",
+)
 _FLAGS = (
     *("attention_bias", "mlp_bias", "conv_bias", "tie_word_embeddings", "tie_embedding", "use_sliding_window"),
     *("norm_topk_prob", "block_auto_adjust_ff_dim", "attn_output_gate", "use_qk_norm", "use_double_wide_mlp"),
-    *("attention_k_eq_v", "enable_moe_block"),
+    *("attention_k_eq_v", "enable_moe_block", "mamba_conv_bias", "mamba_proj_bias"),
 )
 _TEXTS = ("dtype", "torch_dtype")
 _NUMBERS = (

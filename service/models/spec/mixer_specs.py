@@ -206,4 +206,66 @@ class GatedDeltaSpec:
         )
 
 
-Mixer = AttentionSpec | ShortConvSpec | GatedDeltaSpec
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mamba2Spec:
+    """A state-space layer: a short convolution with silu over x, B and C, then a matrix of state for each head
+    (`kernels.mamba2.ops`), and a gated norm by groups. Its state is both, per sequence. One module yields the gate, x,
+    B, C and the steps.
+    """
+
+    num_heads: int
+    num_groups: int
+    head_dim: int
+    state_size: int
+    width: int
+    conv_bias: bool
+    bias: bool
+    name: str = "mamba"
+
+    @property
+    def inner_size(self) -> int:
+        """Columns of x, and of the gate."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def size(self) -> int:
+        """Channels of the convolution."""
+        return self.inner_size + 2 * self.num_groups * self.state_size
+
+    @property
+    def input_sizes(self) -> tuple[int, ...]:
+        """Columns of the gate, of what the convolution reads, and of the steps."""
+        return (self.inner_size, self.size, self.num_heads)
+
+    @property
+    def norms(self) -> dict[str, int]:
+        """Widths of the norms that adapters may replace: there are none."""
+        return {}
+
+    @property
+    def tensors(self) -> Shapes:
+        """Tensors of checkpoints beside the projections."""
+        shapes: Shapes = {f"{self.name}.{name}": (self.num_heads,) for name in ("A_log", "dt_bias", "D")}
+        if self.conv_bias:
+            shapes[f"{self.name}.conv1d.bias"] = (self.size,)
+        shapes[f"{self.name}.conv1d.weight"] = (self.size, 1, self.width)
+        return shapes | {f"{self.name}.norm.weight": (self.inner_size,)}
+
+    @property
+    def states(self) -> tuple[MixerState, ...]:
+        """The convolution's, and a matrix for each head."""
+        return (
+            MixerState("lines", "sequence", (self.width - 1, self.size)),
+            MixerState("matrices", "sequence", (self.num_heads, self.state_size, self.head_dim), in_float32=True),
+        )
+
+    def linears(self, hidden_size: int) -> tuple[Linear, ...]:
+        """All inputs; and what reads the gated norm."""
+        into, out = f"{self.name}.in_proj", f"{self.name}.out_proj"
+        return (
+            Linear(into, "operator", hidden_size, {into: sum(self.input_sizes)}, self.bias),
+            Linear(out, "operator", self.inner_size, {out: hidden_size}, self.bias),
+        )
+
+
+Mixer = AttentionSpec | ShortConvSpec | GatedDeltaSpec | Mamba2Spec

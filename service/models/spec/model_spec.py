@@ -11,7 +11,7 @@ from collections.abc import Container
 from dataclasses import dataclass
 
 from service.models.spec.layer_parts import Linear, Shapes
-from service.models.spec.mixer_specs import AttentionSpec, GatedDeltaSpec, Mixer, ShortConvSpec
+from service.models.spec.mixer_specs import AttentionSpec, GatedDeltaSpec, Mamba2Spec, Mixer, ShortConvSpec
 from service.models.spec.mlp_specs import FeedForward, MlpSpec, MoeSpec
 from service.models.spec.rope_facts import RopeFacts
 
@@ -21,6 +21,7 @@ __all__ = [
     "GatedDeltaSpec",
     "LayerInputs",
     "LayerSpec",
+    "Mamba2Spec",
     "Mixer",
     "MlpSpec",
     "ModelSpec",
@@ -174,13 +175,17 @@ class ModelSpec:
         return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionSpec))
 
     @property
-    def convs(self) -> tuple[ShortConvSpec | GatedDeltaSpec, ...]:
+    def convs(self) -> tuple[ShortConvSpec | GatedDeltaSpec | Mamba2Spec, ...]:
         """Mixers that keep the last inputs of a convolution."""
         return tuple(layer.mixer for layer in self.layers if not isinstance(layer.mixer, AttentionSpec))
 
     @property
     def deltas(self) -> tuple[GatedDeltaSpec, ...]:
         return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, GatedDeltaSpec))
+
+    @property
+    def mambas(self) -> tuple[Mamba2Spec, ...]:
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, Mamba2Spec))
 
     @property
     def mlps(self) -> tuple[MlpSpec, ...]:

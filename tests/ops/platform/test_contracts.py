@@ -20,6 +20,7 @@ FUNCTIONS = {
     "gated_delta": ("prefill", "decode"),
     "experts": ("pack_experts", "experts"),
     "expert_lora": ("expert_lora",),
+    "mamba2": ("prefill", "decode"),
     "paged_attention": ("paged_attention",),
     "linear": ("pack_weight", "linear"),
     "sampling": ("new_state", "sample"),

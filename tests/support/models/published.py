@@ -66,6 +66,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         position_embedding_type="rope",
         **_TIED,
     ),
+    "Bamba-9B": _config("bamba", 32, 4096, 14_336, (32, 8), 128_256, attn_layer_indices=[9, 18, 27], mamba_d_state=128),
     "glm-4-9b-chat-hf": _config("glm", 40, 4096, 13_696, (32, 2), 151_552),
     "GLM-4-9B-0414": _config("glm4", 40, 4096, 13_696, (32, 2), 151_552),
     "GLM-4.5-Air": _config(

@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "lfm2", "phi3", "gemma2", "gemma3_text", "smollm3", "granite"),
     *("olmo3", "qwen3_5_text", "qwen3_moe", "qwen3_5_moe_text", "glm", "glm4", "glm4_moe", "ministral3"),
-    *("granitemoehybrid", "gpt_oss", "gemma4_text"),
+    *("granitemoehybrid", "gpt_oss", "gemma4_text", "bamba"),
 )
 VOCAB_SIZE = 304
 SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
@@ -210,7 +210,7 @@ _BY_FAMILY: dict[str, dict[str, Any]] = {
     },
     "granitemoehybrid": {
         "num_attention_heads": 4,
-        "layer_types": ["attention"] * 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         "num_local_experts": 0,
         "shared_intermediate_size": 88,
         "position_embedding_type": "rope",
@@ -218,8 +218,19 @@ _BY_FAMILY: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.2,
         "residual_multiplier": 0.9,
         "logits_scaling": 0.5,
-        "mamba_n_heads": 4,
+        "mamba_n_heads": 6,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 24,
+        "mamba_chunk_size": 16,
         "tie_word_embeddings": True,
+    },
+    "bamba": {
+        "num_attention_heads": 4,
+        "attn_layer_indices": [1],
+        "mamba_n_heads": 6,
+        "mamba_d_state": 20,
+        "mamba_chunk_size": 16,
+        "tie_word_embeddings": False,
     },
     "granite": {
         "num_attention_heads": 4,
@@ -235,6 +246,8 @@ ATTENTION_INPUTS = {family: ["q_proj", "k_proj", "v_proj"] for family in FAMILIE
 ATTENTION_OUTPUT = dict.fromkeys(FAMILIES, "o_proj") | {"lfm2": "out_proj"}
 OTHER_MIXERS = dict.fromkeys(FAMILIES, ()) | {
     "lfm2": ("in_proj",),
+    "bamba": ("in_proj", "out_proj"),
+    "granitemoehybrid": ("in_proj", "out_proj"),
     **dict.fromkeys(
         ("qwen3_5_text", "qwen3_5_moe_text"), ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
     ),

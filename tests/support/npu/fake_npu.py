@@ -151,6 +151,7 @@ SERVED = {
     "causal_conv1d": "triton_ascend",
     "gated_delta": "triton_ascend",
     "expert_lora": "any_device",
+    "mamba2": "any_device",
     "experts": "npu",
     "paged_attention": "npu_heads_first",
     "linear": "reference",
