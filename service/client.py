@@ -116,10 +116,20 @@ class _Calls:
         """Let all requests go on."""
         return self._call(_nothing, "POST", "/resume")
 
-    def generate(self, model: str, token_ids: Sequence[int], **sampling: Any) -> Any:
+    def generate(
+        self,
+        model: str,
+        token_ids: Sequence[int],
+        *,
+        on_new_version: Literal["keep", "continue", "restart"] | None = None,
+        **sampling: Any,
+    ) -> Any:
         """An `Answer` of the base or an adapter; `sampling` as the fields of a completion, such as `max_tokens`,
-        `temperature`, `n`, `seed`, and `logprobs`, which is a number."""
+        `temperature`, `n`, `seed`, and `logprobs`, which is a number. With `on_new_version`, choices have
+        `adapter_versions`."""
         body = {"model": model, "token_ids": list(token_ids), "sampling_params": sampling}
+        if on_new_version is not None:
+            body["on_new_version"] = on_new_version
         return self._call(_answer, "POST", "/inference/v1/generate", json=body)
 
 

@@ -97,6 +97,11 @@ class Settings(BaseSettings):
         description="how the base's layers are held; auto: as the checkpoint has them; bf16: dequantised; others: "
         "quantised while they load, which the same directory and adapters serve. Embeddings, head and experts stay",
     )
+    on_new_version: Literal["keep", "continue"] = Field(
+        "keep",
+        description="what requests without `on_new_version` do when their adapter's name moves to another version: "
+        "keep theirs, or continue with the new one from the next token",
+    )
     device: str = Field(
         "auto",
         description="cpu, cuda or npu, with an index if need be (cuda:1); auto: an NPU if there is one, else a GPU, "

@@ -27,7 +27,7 @@ class EngineProtocol(Protocol):
 
     @property
     def state(self) -> str:
-        """ "starting", "ready", "restarting", "draining" or "down"."""
+        """ "starting", "ready", "restarting", "asleep", "draining" or "down"."""
 
     @property
     def state_error(self) -> str | None:
@@ -61,6 +61,9 @@ class EngineProtocol(Protocol):
     def abort(self, request_id: str) -> None:
         """Free everything of the request; unknown ids are ignored."""
 
+    def move(self, request_id: str, adapter: str, adapter_rows: dict[str, int]) -> None:
+        """Let a request go on with this adapter, see `Move`; unknown ids are ignored."""
+
     def load(self, adapter: str) -> None:
         """Hint that the adapter will be used."""
 
@@ -75,6 +78,16 @@ class EngineProtocol(Protocol):
 
     async def resume(self) -> None:
         """End the pauses of all engines. EngineDied if one ends before."""
+
+    @property
+    def can_sleep(self) -> bool:
+        """Whether `sleep` and `wake` may be called."""
+
+    async def sleep(self) -> None:
+        """End all engines' processes until `wake`; the state is "asleep" then. EngineDied if one ends for good."""
+
+    async def wake(self) -> None:
+        """Start those that sleep, and wait until they are ready. EngineDied if one cannot start."""
 
     @property
     def is_paused(self) -> bool:

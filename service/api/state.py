@@ -47,6 +47,9 @@ class OpenJob(Protocol):
     def end_early(self) -> None:
         """End it with what it has, and the finish_reason "abort"."""
 
+    def follow(self, name: str) -> None:
+        """A name of the store stands for something else."""
+
 
 @dataclass
 class Services:
@@ -56,6 +59,7 @@ class Services:
     tenants      who may ask
     sampling_defaults  what a request has that does not say
     draining     SIGTERM has come: nothing new is admitted
+    woken        what was asked to wake up of an engine that sleeps
     prepared     the operator's adapters are in the store, so that the first request finds them
     start_error  why the server never got so far, one sentence
     stop         ends the server; set by who runs it
@@ -64,7 +68,7 @@ class Services:
     calls        places of what runs no sequence and takes time all the same: texts, listings, metrics. Apart from the
                  others, so that a full queue can be looked at, and looking fills no queue
     logprobs     log probabilities of answers that are not sent yet
-    open_jobs    requests whose sequences run
+    open_jobs    requests whose sequences run, in the order in which they began
     pages        of listings, as they were written last
     last_used_seconds  when a request for an adapter of the store last began to run, by name
     pins_changed what is pinned may be something else than before
@@ -84,11 +88,12 @@ class Services:
     responses: ResponseStore | None = None
     store_look: StoreHealth = field(default_factory=StoreHealth)
     draining: bool = False
+    woken: set[str] = field(default_factory=set)
     prepared: bool = False
     start_error: str | None = None
     started_at_seconds: int = field(default_factory=lambda: int(time.time()))
     stop: Callable[[], None] | None = None
-    open_jobs: set[OpenJob] = field(default_factory=set)
+    open_jobs: dict[OpenJob, None] = field(default_factory=dict)
     pages: PageCache = field(default_factory=PageCache)
     template_workers: TemplateWorkers = field(default_factory=TemplateWorkers)
     last_used_seconds: dict[str, int] = field(default_factory=dict)
@@ -195,6 +200,8 @@ class Services:
         changes in threads, so of an upload and a delete of one name that cross, the news may come in the other
         order."""
         self.pins_changed.set()
+        for job in list(self.open_jobs):
+            job.follow(name)
         if self.store is not None and self.store.has(name):
             self.metrics.by_adapter.know(name)
         else:
@@ -249,6 +256,8 @@ class Services:
 def engine_sentence(engine: EngineProtocol) -> str:
     """One sentence about an engine that is not ready."""
     cause = f" {engine.state_error}" if engine.state_error else ""
+    if engine.state == "asleep":
+        return cause.strip()
     if engine.state == "down":
         return f"The engine is down and will not be started again.{cause}"
     if engine.state == "restarting":

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
+
 from service.cluster.replica_health import ReplicaHealth
 from service.cluster.routing import Demand, Replica, Rule, choose
 from service.engine.ipc.messages import Finished, Submit, Tokens
@@ -124,6 +126,13 @@ class Dispatch:
         if routed is not None and routed.member is not None:
             routed.member.client.abort(request_id)
             self.over(routed)
+
+    def move(self, request_id: str, adapter: str, adapter_rows: dict[str, int]) -> None:
+        """Let a request go on with this adapter, also where it is sent to again. Unknown ids are ignored."""
+        routed = self._routed.get(request_id)
+        if routed is not None and routed.member is not None:
+            routed.request = msgspec.structs.replace(routed.request, adapter=adapter, adapter_rows=adapter_rows)
+            routed.member.client.move(request_id, adapter, adapter_rows)
 
     def home_of(self, digest: str) -> ReplicaHealth | None:
         """The engine that an adapter without requests would be sent to; None where none is ready."""

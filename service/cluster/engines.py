@@ -83,9 +83,10 @@ class Engines:
 
     @property
     def state(self) -> str:
-        """ "ready" while one is, "down" when all are."""
+        """ "ready" while one is, "down" when all are"""
         states = [one.state for one in self.clients]
-        return next((one for one in ("draining", "ready", "starting", "restarting") if one in states), "down")
+        order = ("draining", "ready", "starting", "restarting", "asleep")
+        return next((one for one in order if one in states), "down")
 
     @property
     def state_error(self) -> str | None:
@@ -132,6 +133,10 @@ class Engines:
         """Forget a request; unknown ids are ignored."""
         self._dispatch.abort(request_id)
 
+    def move(self, request_id: str, adapter: str, adapter_rows: dict[str, int]) -> None:
+        """Let a request go on with this adapter; unknown ids are ignored."""
+        self._dispatch.move(request_id, adapter, adapter_rows)
+
     def load(self, digest: str) -> None:
         """Hint to the adapter's home that it will be wanted."""
         home = self._dispatch.home_of(digest)
@@ -160,6 +165,19 @@ class Engines:
     async def resume(self) -> None:
         """End the pauses of all ready engines. EngineDied if one ends before."""
         await asyncio.gather(*(one.resume() for one in self.clients if one.state == "ready"))
+
+    @property
+    def can_sleep(self) -> bool:
+        """Whether all engines can."""
+        return all(one.can_sleep for one in self.clients)
+
+    async def sleep(self) -> None:
+        """Let all engines sleep but those that are down. EngineDied if one ends for good."""
+        await asyncio.gather(*(one.sleep() for one in self.clients if one.state != "down"))
+
+    async def wake(self) -> None:
+        """Wake all engines, and wait until they are ready. EngineDied if one cannot start."""
+        await asyncio.gather(*(one.wake() for one in self.clients if one.state == "asleep"))
 
     @property
     def is_paused(self) -> bool:

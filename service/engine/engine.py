@@ -45,7 +45,7 @@ from adapters.memory.row_pool import PoolUsage
 from service.engine.grammar.compiled_grammars import Worker
 from service.engine.grammar.grammar_sequences import GrammarSequences
 from service.engine.ipc.config import EngineConfig, has_prefix_cache
-from service.engine.ipc.messages import Abort, Evict, Load, OpInUse, Pin, Ready, ResetPrefixCache, Stats, Submit
+from service.engine.ipc.messages import Abort, Evict, Load, Move, OpInUse, Pin, Ready, ResetPrefixCache, Stats, Submit
 from service.engine.loras.interfaces import HostSource, Loader, Rows
 from service.engine.loras.prefetch import AdapterLoads
 from service.engine.model.runner import Runner
@@ -189,13 +189,15 @@ class Engine:
             keeps_states=self.cache.is_on and self.lines.most_kept > 0,
         )
 
-    def handle(self, message: Submit | Abort | Load | Evict | Pin | ResetPrefixCache) -> None:
+    def handle(self, message: Submit | Abort | Move | Load | Evict | Pin | ResetPrefixCache) -> None:
         """Take one message; never raises for what it says."""
         match message:
             case Submit():
                 self.submit(message)
             case Abort():
                 self.abort(message.request_id)
+            case Move():
+                self.requests.move(message)
             case Load():
                 self.adapter_loads.hint(message.adapter)
             case Evict():

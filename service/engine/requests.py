@@ -10,13 +10,15 @@ import time
 from collections.abc import Mapping
 from typing import Literal
 
+from adapters.errors import RowsExceeded
 from service.engine import request_checks
 from service.engine.grammar.grammar_sequences import GrammarSequences, without_grammar
-from service.engine.ipc.messages import Finished, Submit, Tokens
+from service.engine.ipc.messages import Finished, Move, Submit, Tokens
 from service.engine.loras.interfaces import Rows
 from service.engine.loras.prefetch import Failure
 from service.engine.model.runner import Capacity
 from service.engine.scheduling.scheduler import Scheduler
+from service.engine.scheduling.version_moves import set_adapter
 from service.engine.sequences.sequence import Sequence
 
 Event = Tokens | Finished
@@ -96,13 +98,30 @@ class Requests:
         if sequence is not None:
             self._forget(sequence)
 
+    def move(self, message: Move) -> None:
+        """Let a request go on with another adapter. Unknown ids are ignored, and adapters that can never have rows."""
+        sequence = self._sequences.get(message.request_id)
+        if sequence is None or sequence.adapter is None or self._rows is None:
+            return
+        try:
+            self._rows.check_size(message.adapter_rows)
+        except RowsExceeded:
+            return
+        if sequence in self._constrained.waiting:
+            set_adapter(sequence, message.adapter, message.adapter_rows)
+        else:
+            self._scheduler.move(sequence, message.adapter, message.adapter_rows)
+
     def end_all(self, reason: Literal["abort", "error"], error: str | None = None) -> None:
         """End every request for this reason."""
         for sequence in list(self._sequences.values()):
             self.finish(sequence, Finished(sequence.request_id, reason, error=error))
 
     def fail_waiting(self, failures: Mapping[str, Failure]) -> None:
-        """End those that wait for an adapter which could not be loaded, by its digest."""
+        """End those that wait for an adapter which could not be loaded, by its digest; those that were to go on with it
+        keep the one that they have."""
+        if failures:
+            self._scheduler.moves.fail(failures)
         for sequence in list(self._sequences.values()) if failures else ():
             failure = None if sequence.adapter is None else failures.get(sequence.adapter)
             if failure is not None and not sequence.is_running:

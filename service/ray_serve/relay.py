@@ -31,6 +31,7 @@ from service.engine.ipc.messages import (
     Fatal,
     FromEngine,
     Load,
+    Move,
     Pause,
     Pin,
     Ping,
@@ -159,6 +160,8 @@ class Relay:
             case Abort():
                 connection.left.pop(message.request_id, None)
                 self._client.abort(message.request_id)
+            case Move():
+                self._client.move(message.request_id, message.adapter, message.adapter_rows)
             case Load():
                 self._client.load(message.adapter)
             case Evict():

@@ -70,6 +70,9 @@ ROUTES = (
     Route("/resume", "control"),
     Route("/is_paused", "control"),
     Route("/pause_generation", "control"),
+    Route("/sleep", "control"),
+    Route("/wake_up", "control"),
+    Route("/is_sleeping", "control"),
     Route("/continue_generation", "control"),
 )
 _WHAT: dict[Scope, str] = {

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from adapters import errors as store_errors
+from adapters.files.manifest import Manifest
+from adapters.files.name_versions import split
 from adapters.peft.config import invocation_start
 from adapters.store.store import Lease
 from service.api.access.namespace import Namespace
@@ -21,12 +24,14 @@ class ResolvedModel:
     name        the base's, or the store's name of the adapter
     shown_name  what the caller calls it
     turn        what takes turns for an adapter's own template, see `Services.template_turn`
+    newest      what the name stands for now, leased, as `resolve` has it; None: it never stands for anything else
     """
 
     name: str
     lease: Lease | None
     shown_name: str = ""
     turn: str = ""
+    newest: Callable[[], ResolvedModel] | None = None
 
     @property
     def digest(self) -> str | None:
@@ -113,6 +118,18 @@ def resolve(services: Services, caller: Caller, model: str | None, adapter_id: s
         full_name = lease.record.name
         # Where there are several tenants none of them can have all turns.
         turn = f"{caller.tenant.name}/" if services.tenants.has_file else lease.record.digest
-        return ResolvedModel(full_name, lease, namespace.shown_name(full_name), turn)
+        newest = None if split(name)[1] else partial(resolve, services, caller, model, adapter_id)
+        return ResolvedModel(full_name, lease, namespace.shown_name(full_name), turn, newest)
     except store_errors.NotFound:
         raise UnknownModel(f"{unknown}; GET /v1/models lists what does.", param=param) from None
+
+
+def obstacle(services: Services, old: Manifest, new: Manifest) -> str | None:
+    """One sentence: why a request that was admitted with one version cannot go on with another one. None if it can."""
+    parts = {"invocation": "invocation tokens", "eos_token_ids": "end tokens", "special_tokens": "special tokens"}
+    differing = [told for name, told in parts.items() if getattr(old, name) != getattr(new, name)]
+    if old.has_chat_template or new.has_chat_template:
+        assert services.store is not None, "adapters without a store"
+        templates = [services.store.chat_templates(one.digest) for one in (old, new)]
+        differing += ["chat templates"] if templates[0] != templates[1] else []
+    return f"Its {' and '.join(differing)} are others; send the request again." if differing else None

@@ -38,6 +38,7 @@ from service.api.schema.pooled import PairRequest
 from service.api.schema.requests import (
     MAX_HELD_LOGPROBS,
     ChatRequest,
+    OnNewVersion,
     PooledRequest,
     PromptRequest,
 )
@@ -58,7 +59,8 @@ _STOP_CHARS = 10
 @dataclass(frozen=True)
 class PlannedSequence:
     """One sequence to run: `sampling.seed` is already this choice's own. `include_stop`: what ends the answer, a stop
-    string or an end token's text, is part of it. `pooling`: the prompt's hidden states are wanted, and no answer."""
+    string or an end token's text, is part of it. `pooling`: the prompt's hidden states are wanted, and no answer.
+    `on_new_version`: what happens when the adapter's name moves; `tells_versions`: the answer says which made it."""
 
     request_id: str
     prompt: Prompt
@@ -68,6 +70,8 @@ class PlannedSequence:
     include_stop: bool
     pooling: Pooling | None = None
     cache_salt: str = ""
+    on_new_version: OnNewVersion = "keep"
+    tells_versions: bool = False
 
     @property
     def most_tokens(self) -> int:
@@ -90,6 +94,7 @@ class Admitted:
     charge: Charge
     num_open: int = field(init=False)
     _num_unspent: int = field(init=False)
+    _has_target: bool = True
 
     def __post_init__(self) -> None:
         self.num_open = len(self.plans)
@@ -112,6 +117,12 @@ class Admitted:
         self.places.shrink(self.num_open)
         self.tenant.give_back_tokens(self.charge, num_tokens)
         if not self.num_open:
+            self.leave_target()
+
+    def leave_target(self) -> None:
+        """Give the adapter back, if that has not been done: sequences that have not ended have other versions."""
+        if self._has_target:
+            self._has_target = False
             self.target.release()
 
 
@@ -232,6 +243,8 @@ def _plans(
                     skip_special_tokens=request.skip_special_tokens is not False,
                     include_stop=bool(request.include_stop_str_in_output or request.no_stop_trim),
                     cache_salt=request.cache_salt or "",
+                    on_new_version=request.on_new_version or services.settings.on_new_version,
+                    tells_versions=request.on_new_version is not None,
                 )
             )
     # One answer alone is seldom as long as it may be, and those of a stream do not wait for each other.

@@ -6,9 +6,12 @@ import asyncio
 from collections.abc import Callable
 from functools import partial
 
-from adapters.files.manifest import AdapterRecord
+from adapters.errors import AdapterError
+from adapters.files.name_versions import Version
 from adapters.files.paths import without_root
+from service.api.admission.model_resolution import ResolvedModel, obstacle
 from service.api.admission.pipeline import Admitted, PlannedSequence
+from service.api.errors import ApiError
 from service.api.generation.sequence import OutputChunk, SequenceRun
 from service.api.queue_limits import LogprobBudget
 from service.api.state import Services
@@ -34,12 +37,12 @@ class GenerationJob:
         keeps_logprobs: bool = False,
         part: list[PlannedSequence] | None = None,
     ) -> None:
-        self._target = admitted.target
+        self._services, self._target = services, admitted.target
         self._base_digest = services.base_digest
         self._admitted = admitted
         self._closed = False
-        self._open_jobs, self.request_id = services.open_jobs, ""
-        self._open_jobs.add(self)
+        self.request_id = ""
+        services.open_jobs[self] = None
         self.is_streamed = is_streamed
         self._logprob_shares = services.logprobs
         self._logprobs = LogprobBudget(services.logprobs)
@@ -47,6 +50,10 @@ class GenerationJob:
         self._fresh: dict[int, None] = {}
         self._listener: Callable[[], object] | None = None
         self._ended = asyncio.Event()
+        self._seen_digest = admitted.target.digest  # of the newest version that the name is known to stand for
+        self._leased: list[ResolvedModel] = []  # versions that sequences have gone on with, or are to
+        # The version that has made the latest token, or is to make the first.
+        self._version = None if admitted.target.lease is None else admitted.target.lease.record.version
         self.plans, self._is_part = (admitted.plans, False) if part is None else (part, True)
         self.runs: list[SequenceRun] = []
         self._num_untold = len(self.plans)
@@ -65,8 +72,10 @@ class GenerationJob:
                     logprobs=self._logprobs,
                     on_news=on_news,
                     on_end=partial(self._end_one, plan),
+                    on_version=self._note_version,
                 )
                 self.runs.append(run)
+            self.follow(self._target.name)  # it may have moved since it was resolved
         except BaseException:
             self.close("error")
             raise
@@ -84,19 +93,19 @@ class GenerationJob:
     @property
     def adapter(self) -> str | None:
         """The answering adapter's version under the caller's name, and its digest; None for the base."""
-        record = self.record
-        return None if record is None else f"{self.name}@{record.version.number} sha256:{record.digest}"
+        version = self.version
+        return None if version is None else f"{self.name}@{version.number} sha256:{version.digest}"
 
     @property
-    def record(self) -> AdapterRecord | None:
-        """The answering adapter's version; None for the base."""
-        return None if self._target.lease is None else self._target.lease.record
+    def version(self) -> Version | None:
+        """The answering adapter's version; None for the base. Of several the one that has made the latest token."""
+        return self._version
 
     @property
     def fingerprint(self) -> str:
         """Fingerprint of the weights that answer: it changes with the digest of the base or of the adapter."""
-        digest = self._target.digest
-        return f"fp_{self._base_digest}" if digest is None else f"fp_{self._base_digest}_{digest[:16]}"
+        version = self.version
+        return f"fp_{self._base_digest}" if version is None else f"fp_{self._base_digest}_{version.digest[:16]}"
 
     @property
     def num_completion_tokens(self) -> int:
@@ -168,6 +177,33 @@ class GenerationJob:
         held, self._logprobs = self._logprobs, LogprobBudget(self._logprob_shares)
         return held.release
 
+    def follow(self, name: str) -> None:
+        """A name of the store stands for something else. If it is this job's, and its `on_new_version` is not "keep",
+        the sequences go on with that, or begin anew. Of a name that is gone they keep what they have."""
+        find = self._target.newest
+        if name != self._target.name or find is None or self._closed or self.plans[0].on_new_version == "keep":
+            return
+        try:
+            newest = find()
+        except (ApiError, AdapterError):
+            return
+        if newest.digest == self._seen_digest:
+            newest.release()
+            return
+        self._leased.append(newest)
+        self._seen_digest = newest.digest
+        assert newest.lease is not None and self._target.lease is not None, "an adapter's name"
+        before, after = self._target.lease.record, newest.lease.record
+        reason = obstacle(self._services, before.manifest, after.manifest)
+        for run in self.runs:
+            if reason is None:
+                run.move(newest)
+            else:
+                run.stay(after.version, reason)
+        if reason is None and self.plans[0].on_new_version == "restart":
+            self._version = after.version
+        self._release_unused()
+
     def end_early(self) -> None:
         """End all sequences with what they have, and the finish_reason "abort"."""
         for run in self.runs:
@@ -178,11 +214,12 @@ class GenerationJob:
         if self._closed:
             return
         self._closed = True
-        self._open_jobs.discard(self)
+        self._services.open_jobs.pop(self, None)
         for run in self.runs:
             run.close(outcome)
             run.forget_others()
         self._listener = None
+        self._release_unused()
         self._logprobs.release()
         if not self._is_part:
             self._admitted.release()
@@ -194,4 +231,21 @@ class GenerationJob:
 
     def _end_one(self, plan: PlannedSequence, num_generated: int) -> None:
         self._admitted.end_one(plan, num_generated)
+        if self._leased:
+            self._release_unused()
         self._ended.set()
+
+    def _note_version(self, version: Version) -> None:
+        self._version = version
+        self._release_unused()
+
+    def _release_unused(self) -> None:
+        """Give back the versions that no sequence needs any more, the first one among them."""
+        if not self._leased:
+            return
+        used = set().union(*(run.digests for run in self.runs))
+        for held in [one for one in self._leased if one.digest not in used]:
+            self._leased.remove(held)
+            held.release()
+        if self._target.digest not in used:
+            self._admitted.leave_target()

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Literal
+from uuid import uuid4
 
 import msgspec
 
+from adapters.files.name_versions import Version
 from kernels.sampling.scored_token import ScoredToken
 from service.api.admission.model_resolution import ResolvedModel
 from service.api.admission.pipeline import PlannedSequence
@@ -30,11 +32,21 @@ _ABORTED = "An operator has ended all requests; send this one again later."
 _SHUT_DOWN = "The server was shut down before the answer was complete; ask another one."
 
 
+class VersionStart(msgspec.Struct, frozen=True, omit_defaults=True):
+    """See `service.api.schema.generation_answers.AdapterVersionStart`."""
+
+    start: int | None
+    version: int
+    digest: str
+    reason: str | None = None
+
+
 class OutputChunk(msgspec.Struct):
     """New text and tokens of a sequence. They need not match: text may wait for the rest of a character.
 
     text_offsets  for each token, the number of characters of the answer before it
     pooled        of the prompt's hidden states, where they are asked for: see `Finished`
+    versions      of the adapter, those that begin with these tokens, where they are asked for
     """
 
     text: str = ""
@@ -45,6 +57,7 @@ class OutputChunk(msgspec.Struct):
     finish_reason: Literal["stop", "length", "abort"] | None = None
     stop_reason: str | int | None = None
     pooled: bytes | None = None
+    versions: list[VersionStart] = []
 
     @property
     def is_cut(self) -> bool:
@@ -61,6 +74,7 @@ class SequenceRun:
     on_news      called when there is something to take
     on_end       called once with the number of tokens generated, when the engine is done with the sequence; before that
                  `on_news`
+    on_version   called when a token is of another version of the adapter than the one before
     """
 
     def __init__(
@@ -75,10 +89,11 @@ class SequenceRun:
         logprobs: LogprobBudget,
         on_news: Callable[[], None],
         on_end: Callable[[int], None],
+        on_version: Callable[[Version], None],
     ) -> None:
-        self._services = services
-        self._plan = plan
-        self._is_streamed, self._on_news, self._on_end = is_streamed, on_news, on_end
+        self._services, self._tenant = services, tenant
+        self._plan, self._request_id = plan, plan.request_id
+        self._is_streamed, self._on_news, self._on_end, self._on_version = is_streamed, on_news, on_end, on_version
         self._logprobs, self._keeps_logprobs, self._num_held_logprobs = logprobs, keeps_logprobs, 0
         self._stop_token_ids = frozenset(plan.sampling.stop_token_ids)
         self._forget_all()
@@ -86,12 +101,18 @@ class SequenceRun:
         self.num_cached_tokens = 0  # of the prompt, once its first token is there
         self.failure: Exception | None = None
         self.timer = SequenceTimer(services.metrics, target.name, len(plan.prompt.token_ids))
-        prompt, start = plan.prompt.token_ids, target.start_in(plan.prompt.token_ids)
+        self._submit(target)
+
+    def _submit(self, target: ResolvedModel) -> None:
+        plan, tenant, start = self._plan, self._tenant, target.start_in(self._plan.prompt.token_ids)
+        # The version that has made the last token, or makes the first; and those that it was asked to go on with.
+        self._version = None if start is None or target.lease is None else target.lease.record.version
+        self._next_versions: dict[str, Version] = {}
         adapter = (None, {}) if start is None else (target.digest, target.adapter_rows)
-        self._messages = services.engine.submit(
+        self._messages = self._services.engine.submit(
             Submit(
-                plan.request_id,
-                prompt,
+                self._request_id,
+                plan.prompt.token_ids,
                 plan.sampling,
                 *adapter,
                 tenant=tenant.name,
@@ -115,6 +136,7 @@ class SequenceRun:
         )
         self._stop, self._has_stop = StopStrings(plan.stop), bool(plan.stop.stop)
         self._num_chars = self.num_cached_tokens = 0
+        self._digest_told = ""  # of the version that has made the last token
         # Output that nobody has read yet. Its text is joined when it is read: it may have thousands of parts.
         self._waiting, self._texts, self._num_waiting, self._has_news = OutputChunk(), list[str](), 0, False
         self._drop_logprobs()
@@ -123,9 +145,43 @@ class SequenceRun:
         """See `service.api.engine_protocol.Messages.listen`."""
         if self._was_taken or self.is_over:
             return False
+        if self._next_versions:
+            self._version = self._next_versions.popitem()[1]
+            self._next_versions.clear()
         self._forget_all()
         self.timer.begin_anew()
         return True
+
+    @property
+    def digests(self) -> set[str]:
+        """Those of the adapter's versions that the sequence needs."""
+        if self.is_over or self._version is None:
+            return set()
+        return {self._version.digest, *list(self._next_versions)[-1:]}
+
+    def move(self, target: ResolvedModel) -> None:
+        """Go on with another version of the adapter, or begin anew with it, as `on_new_version` says. `digests` are
+        leased."""
+        if self.is_over or self._version is None or target.lease is None:
+            return
+        version = target.lease.record.version
+        if self._plan.on_new_version == "restart":
+            if version.digest == self._version.digest:
+                return
+            self._services.engine.abort(self._request_id)
+            self._forget_all()
+            self.timer.begin_anew()
+            self._request_id = uuid4().hex
+            self._submit(target)
+            return
+        self._next_versions.pop(version.digest, None)
+        self._next_versions[version.digest] = version
+        self._services.engine.move(self._request_id, version.digest, target.adapter_rows)
+
+    def stay(self, version: Version, reason: str) -> None:
+        """Tell with what comes next that a version was not taken over."""
+        if self._plan.tells_versions and not self.is_over and self._version is not None:
+            self._waiting.versions.append(VersionStart(None, version.number, version.digest, reason))
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -168,7 +224,7 @@ class SequenceRun:
         """Free what the engine still holds; does nothing for a sequence that has ended."""
         if not self.is_over:
             self.is_over = True
-            self._services.engine.abort(self._plan.request_id)
+            self._services.engine.abort(self._request_id)
             self.timer.end(outcome)
             self._on_end(self.timer.num_tokens)
 
@@ -176,7 +232,7 @@ class SequenceRun:
         """Drop the references between a closed sequence and its listeners. Left to Python's collector, the cycles of a
         few hundred requests that end together take it a tenth of a second."""
         self._on_news = _nobody_listens
-        self._on_end = _nobody_listens
+        self._on_end = self._on_version = _nobody_listens
         del self._messages
 
     def _work(self) -> None:
@@ -222,6 +278,8 @@ class SequenceRun:
     def _add_tokens(self, message: Tokens) -> None:
         self.num_cached_tokens += message.num_cached
         piece = self._waiting
+        if message.token_ids and self._version is not None:
+            self._note_version(self._version, message.adapter)
         if message.logprobs or message.prompt_logprobs:
             self._hold_logprobs((*message.logprobs, *(message.prompt_logprobs or ())))
         if message.prompt_logprobs is not None:
@@ -242,6 +300,20 @@ class SequenceRun:
             if self._stop.matched is not None:
                 piece.finish_reason, piece.stop_reason = "stop", self._stop.matched
                 break
+
+    def _note_version(self, version: Version, moved_to: str | None) -> None:
+        """The next token is of the adapter `moved_to`, or of `version` if that is None."""
+        if moved_to in self._next_versions:
+            for digest in list(self._next_versions):
+                if version.digest == moved_to:
+                    break
+                version = self._next_versions.pop(digest)
+            if version.digest != self._digest_told:
+                self._on_version(version)
+        self._version = version
+        if version.digest != self._digest_told and self._plan.tells_versions:
+            self._waiting.versions.append(VersionStart(self.timer.num_tokens, version.number, version.digest))
+        self._digest_told = version.digest
 
     def _give(self, text: str) -> None:
         """Text through the stop strings, of which none ends the text before `min_tokens`."""
@@ -272,7 +344,7 @@ class SequenceRun:
             piece.stop_reason = message.stop_token_id
 
 
-def _nobody_listens(_num_tokens: int = 0) -> None:
+def _nobody_listens(_news: object = None) -> None:
     """The listener of a sequence that is closed: it does nothing."""
 
 

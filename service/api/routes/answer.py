@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, Generic, Protocol, TypeVar
 from uuid import uuid4
 
+import msgspec
 from fastapi import Request
 from fastapi.responses import Response
 
@@ -116,7 +117,8 @@ class Answer(ABC, Generic[AnyRequest]):
 
     def _written(self, pieces: Sequence[OutputChunk]) -> dict[str, Any]:
         choices = [self._whole_choice(index, piece) for index, piece in enumerate(pieces)]
-        return {**self._head, "choices": choices, "usage": self._usage()}
+        fingerprint = self.job.fingerprint  # of the last version, where there are several
+        return {**self._head, "system_fingerprint": fingerprint, "choices": choices, "usage": self._usage()}
 
     @abstractmethod
     def _whole_choice(self, index: int, piece: OutputChunk) -> dict[str, Any]: ...
@@ -137,7 +139,9 @@ class Answer(ABC, Generic[AnyRequest]):
 
     def _ended(self, piece: OutputChunk) -> dict[str, Any]:
         """The fields of a choice that both shapes have, if there are any."""
-        reason = {} if piece.stop_reason is None else {"stop_reason": piece.stop_reason}
+        reason: dict[str, Any] = {} if piece.stop_reason is None else {"stop_reason": piece.stop_reason}
+        if piece.versions:
+            reason["adapter_versions"] = msgspec.to_builtins(piece.versions)
         return reason | ({"token_ids": piece.token_ids} if self._request.return_token_ids else {})
 
     def _usage(self) -> dict[str, Any]:

@@ -77,7 +77,7 @@ class ChatAnswer(Answer[ChatRequest]):
 
     def added(self, index: int, piece: OutputChunk) -> Iterable[dict[str, Any] | bytes]:
         """The chunks of a piece, possibly none."""
-        if not self._is_text_alone or piece.finish_reason is not None:
+        if not self._is_text_alone or piece.finish_reason is not None or piece.versions:
             return self.chunks(index, piece)
         deltas = self._speakers[index].deltas(piece.text, is_last=False)
         self._speakers[index].count(piece.text_offsets)
@@ -110,7 +110,7 @@ class ChatAnswer(Answer[ChatRequest]):
         self._speakers[index].count(piece.text_offsets)
         for delta in deltas[:-1]:
             yield self._choice(index, OutputChunk(), delta=delta)
-        if deltas or piece.finish_reason or piece.logprobs or self._request.return_token_ids:
+        if deltas or piece.finish_reason or piece.logprobs or piece.versions or self._request.return_token_ids:
             yield self._choice(index, piece, delta=deltas[-1] if deltas else {})
 
     def _choice(self, index: int, piece: OutputChunk, **said: dict[str, Any]) -> dict[str, Any]:

@@ -56,7 +56,7 @@ class CompletionAnswer(Answer[CompletionRequest]):
             if piece.finish_reason is None and self._waits_for_prompt(piece):
                 return ()
             self._begun.add(index)
-        elif self._is_text_alone and piece.finish_reason is None and piece.prompt_logprobs is None:
+        elif self._is_text_alone and not (piece.finish_reason or piece.prompt_logprobs or piece.versions):
             return (self._text_event(index, piece.text),) if piece.text else ()
         choice = self._choice(index, piece, first=first)
         return (self._chunk(choice),) if _is_worth_sending(choice) else ()
@@ -108,7 +108,5 @@ class CompletionAnswer(Answer[CompletionRequest]):
 
 def _is_worth_sending(choice: dict[str, Any]) -> bool:
     """A chunk without text, tokens' probabilities, ids or an end tells nothing: its text is still being withheld."""
-    logprobs = choice["logprobs"]
-    return bool(
-        choice["text"] or choice["finish_reason"] or choice.get("token_ids") or (logprobs and logprobs["tokens"])
-    )
+    logprobs, told = choice["logprobs"], choice.get("token_ids") or choice.get("adapter_versions")
+    return bool(choice["text"] or choice["finish_reason"] or told or (logprobs and logprobs["tokens"]))

@@ -19,6 +19,7 @@ from service.api.schema.control import (
     AbortResponse,
     GenerationStateResponse,
     IsPausedResponse,
+    IsSleepingResponse,
     LoraConfig,
     ModelConfig,
     ParallelConfig,
@@ -28,6 +29,8 @@ from service.api.schema.control import (
     ServerConfig,
     ServerInfoQuery,
     ServerInfoResponse,
+    SleepQuery,
+    WakeUpQuery,
     WorldSizeQuery,
     WorldSizeResponse,
 )
@@ -75,6 +78,38 @@ async def continue_generation(request: Request) -> GenerationStateResponse:
     """SGLang's /resume."""
     await _resume(request)
     return GenerationStateResponse(message="Generation continued successfully.", status="ok")
+
+
+@router.post("/sleep", dependencies=[each_once], responses=_ERRORS, summary="Give the devices' memory back")
+async def sleep(request: Request, query: Annotated[SleepQuery, Query()]) -> IsSleepingResponse:
+    """vLLM's: the engines end, with all memory of their devices, until /wake_up. What runs is paused first. Meanwhile
+    requests get 503, and uploads, listings and /health are served."""
+    services = services_of(request)
+    if not services.engine.can_sleep:
+        raise BadRequest("Engines behind Ray Serve do not sleep; scale the deployment down instead.")
+    if services.engine.state != "asleep":
+        with _controlling(request, "sleep"):
+            await services.engine.pause(query.mode, services.settings.pause_limit_seconds)
+            services.woken.clear()
+            await services.engine.sleep()
+    return IsSleepingResponse(is_sleeping=True)
+
+
+@router.post("/wake_up", responses=_ERRORS, summary="Start the engine again")
+async def wake_up(request: Request, query: Annotated[WakeUpQuery, Query()]) -> IsSleepingResponse:
+    """vLLM's: answers once the engine is ready. Without a sleep nothing changes."""
+    services = services_of(request)
+    services.woken.update(query.tags or ("weights", "kv_cache"))
+    if len(services.woken) == 2 and services.engine.can_sleep:
+        with _controlling(request, "wake up", is_ready=False):
+            await services.engine.wake()
+    return IsSleepingResponse(is_sleeping=services.engine.state == "asleep")
+
+
+@router.get("/is_sleeping", dependencies=[no_query], responses=errors((400, 401, 403)), summary="Is the engine asleep?")
+async def is_sleeping(request: Request) -> IsSleepingResponse:
+    """vLLM's: true from /sleep until /wake_up starts the engine."""
+    return IsSleepingResponse(is_sleeping=services_of(request).engine.state == "asleep")
 
 
 @router.post("/abort_requests", responses=_ERRORS, summary="End running requests")
@@ -151,10 +186,11 @@ async def _resume(request: Request) -> None:
 
 
 @contextmanager
-def _controlling(request: Request, event: str) -> Iterator[Services]:
-    """Write the audit line of an order to the engine. NotReady if the engine cannot follow it."""
+def _controlling(request: Request, event: str, *, is_ready: bool = True) -> Iterator[Services]:
+    """Write the audit line of an order to the engine, which `is_ready`. NotReady if it cannot follow it."""
     services, caller = services_of(request), caller_of(request)
-    services.require_ready()
+    if is_ready:
+        services.require_ready()
     audit(event, tenant=caller.tenant.name, key=caller.key_id or None)
     try:
         yield services

@@ -68,6 +68,33 @@ class IsPausedResponse(Response):
     is_paused: bool
 
 
+class SleepQuery(BaseModel):
+    """The query of POST /sleep."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    level: int = Field(1, ge=1, le=2, description="no difference: weights are read again from disk")
+    mode: Literal["abort", "wait"] = Field(
+        "abort", description="running requests end at once with the finish_reason `abort`, or as usual"
+    )
+
+
+class WakeUpQuery(BaseModel):
+    """The query of POST /wake_up."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    tags: list[Literal["weights", "kv_cache"]] = Field(
+        [], max_length=2, description="the engine starts once both were named, in one call or two; default: both"
+    )
+
+
+class IsSleepingResponse(Response):
+    """Answer of POST /sleep and /wake_up, and GET /is_sleeping."""
+
+    is_sleeping: bool
+
+
 class GenerationStateResponse(Response):
     """Answer of POST /pause_generation and /continue_generation."""
 

@@ -8,13 +8,22 @@ from pydantic import Field, model_validator
 
 from service.api.schema.answers import Response, Usage
 from service.api.schema.base import field_error
-from service.api.schema.generation_answers import ChatLogprobs, FinishReason, PromptLogprobs
-from service.api.schema.requests import Answering, CacheSalt, CompletionRequest, StreamOptions, TokenIds
+from service.api.schema.generation_answers import AdapterVersionStart, ChatLogprobs, FinishReason, PromptLogprobs
+from service.api.schema.requests import (
+    Answering,
+    CacheSalt,
+    CompletionRequest,
+    OnNewVersion,
+    StreamOptions,
+    TokenIds,
+    check_restart,
+)
 from service.api.schema.unserved_fields import GENERATE_FIELDS, GENERATE_SAMPLING_FIELDS
 
 # Fields of a completion that the body has, or that the answer does not depend on.
 _NO_SAMPLING = frozenset(
     {"prompt", "model", "adapter_id", "cache_salt", "stream", "stream_options", "echo", "add_special_tokens"}
+    | {"on_new_version"}
     | {"return_token_ids", "return_tokens_as_token_ids"}
 )
 
@@ -47,6 +56,7 @@ class GenerateRequest(Answering):
     stream: bool | None = Field(None, description="answer with server-sent events")
     stream_options: StreamOptions | None = Field(None, description="only with `stream`")
     cache_salt: CacheSalt | None = Field(None, description="as for completions")
+    on_new_version: OnNewVersion | None = Field(None, description="as for completions")
 
     @model_validator(mode="after")
     def _check_stream(self) -> GenerateRequest:
@@ -54,15 +64,15 @@ class GenerateRequest(Answering):
             raise field_error(
                 "sampling_params", "`prompt_logprobs` is not available with `stream`; leave one of them out."
             )
+        check_restart(self.on_new_version, self.stream)
         if self.stream_options is not None and not self.stream:
             raise field_error("stream_options", "`stream_options` is only allowed with `stream`: true.")
         return self
 
     def as_completion(self) -> CompletionRequest:
         """The same request to /v1/completions, whose answer is in tokens."""
-        given = {
-            name: getattr(self, name) for name in ("model", "adapter_id", "cache_salt", "stream", "stream_options")
-        }
+        names = ("model", "adapter_id", "cache_salt", "on_new_version", "stream", "stream_options")
+        given = {name: getattr(self, name) for name in names}
         in_tokens = {"prompt": self.token_ids, "return_token_ids": True, "return_tokens_as_token_ids": True}
         return self.sampling_params.model_copy(update={**given, **in_tokens})
 
@@ -75,6 +85,7 @@ class GenerateChoice(Response):
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
     stop_reason: str | int | None = None
+    adapter_versions: list[AdapterVersionStart] | None = None
 
 
 class GenerateResponse(Response):

@@ -9,6 +9,17 @@ from service.api.schema.answers import ErrorResponse, Response, Usage
 FinishReason = Literal["stop", "length", "abort"]
 
 
+class AdapterVersionStart(Response):
+    """A version of the adapter, and the number of the first of the choice's tokens that it made, from 0: up to the next
+    one's all tokens and log probabilities are its own. `start` is null for one that was not taken over, and `reason`
+    says why."""
+
+    start: int | None
+    version: int
+    digest: str
+    reason: str | None = None
+
+
 class CompletionLogprobs(Response):
     """Log probabilities as OpenAI's completions give them; null for the first prompt token, which nothing precedes."""
 
@@ -38,6 +49,7 @@ class CompletionChoice(Response):
     logprobs: CompletionLogprobs | None
     finish_reason: FinishReason | None
     stop_reason: str | int | None = None
+    adapter_versions: list[AdapterVersionStart] | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
@@ -113,6 +125,7 @@ class ChatChoice(Response):
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinishReason
     stop_reason: str | int | None = None
+    adapter_versions: list[AdapterVersionStart] | None = None
     token_ids: list[int] | None = None
 
 
@@ -165,6 +178,7 @@ class ChatChunkChoice(Response):
     logprobs: ChatLogprobs | None
     finish_reason: ChatFinishReason | None
     stop_reason: str | int | None = None
+    adapter_versions: list[AdapterVersionStart] | None = None
     token_ids: list[int] | None = None
 
 

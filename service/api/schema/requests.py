@@ -33,6 +33,8 @@ MAX_ALLOWED_TOKEN_IDS = 1 << 18
 MAX_BAD_WORDS = 128
 MAX_CACHE_SALT_CHARS = 256
 
+# What a request does when its adapter's name moves to another version.
+OnNewVersion = Literal["keep", "continue", "restart"]
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
 CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARS)]
 BadWord = Annotated[str, Field(min_length=1, max_length=1000)]
@@ -178,6 +180,10 @@ class Generation(Decoding):
     n: Annotated[int, Field(ge=1)] | None = Field(None, description="independent answers per prompt, 1 by default")
     max_tokens: Annotated[int, Field(ge=0)] | None = Field(None, description="largest number of tokens of an answer")
     return_token_ids: bool | None = Field(None, description="answer with the token ids too, as vLLM does")
+    on_new_version: OnNewVersion | None = Field(
+        None,
+        description="when the adapter's name moves: `keep`, `continue` or `restart`; see rollouts.md",
+    )
     return_tokens_as_token_ids: bool | None = Field(
         None, description="write the tokens of log probabilities as `token_id:<id>`"
     )
@@ -215,7 +221,18 @@ class Generation(Decoding):
             )
         if self.truncate_prompt_tokens == 0:
             raise field_error("truncate_prompt_tokens", "`truncate_prompt_tokens` must be at least 1, or -1.")
+        check_restart(self.on_new_version, self.stream)
         return self
+
+
+def check_restart(on_new_version: str | None, stream: bool | None) -> None:
+    """Refuse to discard tokens that a client has."""
+    if on_new_version == "restart" and stream:
+        raise field_error(
+            "on_new_version",
+            '`on_new_version`: "restart" discards tokens, which a stream has sent; leave out `stream`, or send '
+            '"continue".',
+        )
 
 
 class CompletionRequest(Generation):

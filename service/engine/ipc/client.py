@@ -19,8 +19,9 @@ from collections.abc import Callable, Mapping
 
 from kernels.child_process import child_environment
 from service.engine.ipc.config import EngineOptions
-from service.engine.ipc.link import EngineLink
+from service.engine.ipc.link import ASLEEP, EngineLink
 from service.engine.ipc.messages import Drain, EngineStatus, Tier
+from service.engine.ipc.token_streams import EngineDied
 from service.engine.ipc.wire import Outbox, frame, read_from_engine
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class EngineClient(EngineLink):
         self.options, self._rest_seconds = options, rest_seconds
         self._environment = dict(environment or {})
         self._closing = asyncio.Event()
+        self._woken = asyncio.Event()  # or closing
         self._supervisor: asyncio.Task[None] | None = None
         self._process: asyncio.subprocess.Process | None = None
 
@@ -66,6 +68,7 @@ class EngineClient(EngineLink):
         """Let running requests finish, up to `limit_seconds`, and wait for the engine's end. New ones are refused."""
         was_ready = self.state == "ready"
         self._closing.set()
+        self._woken.set()
         self._set_state("draining")
         if self._supervisor is None:
             self._set_state("down")
@@ -79,12 +82,42 @@ class EngineClient(EngineLink):
     async def close(self) -> None:
         """Kill the engine process if it lives; every open stream raises EngineDied."""
         self._closing.set()
+        self._woken.set()
         if self.state != "down":
             self._set_state("draining")
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
         if self._supervisor is not None:
             await self._supervisor
+
+    @property
+    def can_sleep(self) -> bool:
+        """See `EngineLink`."""
+        return True
+
+    async def sleep(self) -> None:
+        """See `EngineLink`. The process is killed: it owns nothing but memory, and the next one reads all again."""
+        if self.state in ("draining", "down"):
+            raise EngineDied(self.state_error or "The engine is down.")
+        if self.state != "asleep":
+            self._woken.clear()
+            self._set_state("asleep", ASLEEP)
+            self.kill()
+        await self._falls_asleep()
+
+    async def wake(self) -> None:
+        """See `EngineLink`."""
+        await self._falls_asleep()
+        if self.state == "asleep":
+            self._set_state("starting")
+            self._woken.set()
+        await self.wait_ready()
+
+    async def _falls_asleep(self) -> None:
+        """Wait for the end of the process of an engine that is to sleep."""
+        while self.state == "asleep" and self._process is not None:
+            self._changed.clear()
+            await self._changed.wait()
 
     def on_client(self, listener: Callable[[int, EngineLink], None]) -> None:
         """Call `listener` with each engine's number and client; there is this one."""
@@ -126,6 +159,11 @@ class EngineClient(EngineLink):
             was_ready, error = await self._live()
             was_ever_ready |= was_ready
             self._lose_all(error, was_ready=was_ready)
+            if self.state == "asleep":
+                await self._sleep()
+                if not self._closing.is_set():
+                    self.num_restarts += 1
+                    continue
             if self.state == "draining":
                 self._set_state("down", "The server is shutting down.")
                 return
@@ -152,6 +190,13 @@ class EngineClient(EngineLink):
                 self._set_state("down", "The server is shutting down.")
                 return
 
+    async def _sleep(self) -> None:
+        """Until it is woken, or the server is to end; there is no process any more."""
+        self._process = None
+        self._changed.set()
+        log.info("the engine sleeps")
+        await self._woken.wait()
+
     async def _rest(self, seconds: float) -> None:
         """Or until the server is to end."""
         with contextlib.suppress(TimeoutError):
@@ -166,7 +211,7 @@ class EngineClient(EngineLink):
             return False, f"The engine process could not be started: {error.strerror or error}"
         self._outbox = outbox = Outbox(writer)
         outbox.write(frame(self.options))
-        if self.state == "draining":  # closed while the process was being made
+        if self.state in ("draining", "asleep"):  # since while the process was being made
             self._process.kill()
         while (messages := await read_from_engine(reader)) is not None:
             self._take_all(messages)

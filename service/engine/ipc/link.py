@@ -21,6 +21,7 @@ from service.engine.ipc.messages import (
     Finished,
     FromEngine,
     Load,
+    Move,
     Pause,
     PauseMode,
     Pin,
@@ -39,7 +40,8 @@ from service.engine.ipc.wire import Outbox
 
 log = logging.getLogger(__name__)
 
-State = Literal["starting", "ready", "restarting", "draining", "down"]
+ASLEEP = "The engine sleeps; POST /wake_up wakes it."
+State = Literal["starting", "ready", "restarting", "asleep", "draining", "down"]
 
 
 class EngineLink(abc.ABC):
@@ -77,6 +79,20 @@ class EngineLink(abc.ABC):
     async def drain(self, limit_seconds: float) -> None:
         """Let running requests finish, up to `limit_seconds`, and let go of it. New ones are refused."""
 
+    @property
+    def can_sleep(self) -> bool:
+        """Whether `sleep` and `wake` may be called: whether its process is this one's."""
+        return False
+
+    async def sleep(self) -> None:
+        """End its process, and with it all memory of its device, until `wake`. Does nothing to one that sleeps.
+        EngineDied where it ends for good."""
+        raise NotImplementedError
+
+    async def wake(self) -> None:
+        """Start one that sleeps, and wait until it is ready. EngineDied if it cannot start."""
+        raise NotImplementedError
+
     @abc.abstractmethod
     async def close(self) -> None:
         """Let go of it now; every open stream raises EngineDied."""
@@ -111,6 +127,11 @@ class EngineLink(abc.ABC):
         """Forget a request; its stream ends without another message. Unknown ids are ignored."""
         if self._streams.pop(request_id, None) is not None:
             self._send(Abort(request_id))
+
+    def move(self, request_id: str, adapter: str, adapter_rows: dict[str, int]) -> None:
+        """Let a request go on with this adapter. Unknown ids are ignored."""
+        if request_id in self._streams:
+            self._send(Move(request_id, adapter, adapter_rows))
 
     def load(self, digest: str) -> None:
         """Hint that the adapter will be wanted. Nothing happens while the engine is not ready."""
@@ -194,7 +215,7 @@ class EngineLink(abc.ABC):
                 self.ready = message
                 if self._pinned:
                     self._send(Pin(self._pinned))
-                if self.state != "draining":
+                if self.state not in ("draining", "asleep"):
                     self._set_state("ready")
             case Fatal():
                 self._fatal = message.error
@@ -219,10 +240,10 @@ class EngineLink(abc.ABC):
     def _lose_all(self, error: str, *, was_ready: bool = True) -> None:
         """Fail all requests of an engine that is gone. The log is quiet if it was drained before it was ready."""
         told_level = logging.INFO if was_ready else logging.DEBUG
-        log.log(told_level if self.state == "draining" else logging.ERROR, "engine: %s", error)
+        log.log(told_level if self.state in ("draining", "asleep") else logging.ERROR, "engine: %s", error)
         streams, self._streams = self._streams, {}
-        for stream in streams.values():
-            stream.die(EngineDied(error))
+        for stream in streams.values():  # a pause before the sleep has let those that ran end
+            stream.die(NeverSent(ASLEEP) if self.state == "asleep" else EngineDied(error))
         for listener in self._end_listeners:
             listener(error)
 

@@ -1,7 +1,7 @@
 """Messages between the API process and the engine process: small, typed, msgpack by msgspec.
 
-API to engine: Submit, Abort, Load, Evict, Pin, ResetPrefixCache, Pause, Resume, Ping, Drain. Engine to API: Ready,
-Tokens, Finished, Stats, Fatal; a relay between them adds Cordon.
+API to engine: Submit, Abort, Move, Load, Evict, Pin, ResetPrefixCache, Pause, Resume, Ping, Drain. Engine to API:
+Ready, Tokens, Finished, Stats, Fatal; a relay between them adds Cordon.
 Text never crosses: the engine knows token ids only. Weights never cross: the engine reads adapters from the store.
 """
 
@@ -93,6 +93,15 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
     request_id: str
 
 
+class Move(msgspec.Struct, frozen=True, tag=True):
+    """Let a request that has an adapter go on with this one, as soon as it is on the device; the last Move counts.
+    Tokens tell when; a version that cannot be loaded is never told. Unknown ids are ignored."""
+
+    request_id: str
+    adapter: str
+    adapter_rows: dict[str, int]
+
+
 class Load(msgspec.Struct, frozen=True, tag=True):
     """Bring an adapter to the host tier, and to the device if rows are free without an eviction: a hint, followed when
     no request's adapter is being read."""
@@ -149,7 +158,7 @@ class Drain(msgspec.Struct, frozen=True, tag=True):
     limit_seconds: float
 
 
-ToEngine = Submit | Abort | Load | Evict | Pin | ResetPrefixCache | Pause | Resume | Ping | Drain
+ToEngine = Submit | Abort | Move | Load | Evict | Pin | ResetPrefixCache | Pause | Resume | Ping | Drain
 
 
 # ---- engine -> API
@@ -191,7 +200,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 class Tokens(msgspec.Struct, frozen=True, tag=True):
     """New tokens of a request, in order. With the first message come `prompt_logprobs`, entry 0 being None, and with
     the first token `waited_seconds`, from the request's arrival to its first step, and `num_cached`, the tokens of the
-    prompt that the prefix cache had."""
+    prompt that the prefix cache had. `adapter`: the digest of the adapter that has made these tokens, if the request
+    has moved since its last one."""
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -199,6 +209,7 @@ class Tokens(msgspec.Struct, frozen=True, tag=True):
     prompt_logprobs: tuple[ScoredToken | None, ...] | None = None
     waited_seconds: float | None = None
     num_cached: int = 0
+    adapter: str | None = None
 
 
 class Finished(msgspec.Struct, frozen=True, tag=True):

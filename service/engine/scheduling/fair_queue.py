@@ -113,6 +113,24 @@ class FairQueue:
         if not flow.tenant.flows:
             del self._tenants[sequence.request.tenant]
 
+    def move(self, sequence: Sequence, set_adapter: Callable[[], None]) -> None:
+        """Let one that waits or runs be of another adapter of its tenant, which `set_adapter` gives it. Its age and
+        place stay, and a flow that it opens has the deficit of the one that it leaves."""
+        flow = self.flow_of(sequence)
+        tenant = flow.tenant
+        (flow.running if sequence.is_running else flow.waiting).remove(sequence)
+        if not flow.waiting:
+            flow.steps_waiting_for_rows = 0
+        if not flow.waiting and not flow.running:
+            del tenant.flows[flow.adapter]
+            self._num_flows -= 1
+        set_adapter()
+        other = tenant.flows.get(sequence.adapter)
+        if other is None:
+            other = tenant.flows[sequence.adapter] = Flow(tenant, sequence.adapter, deficit=flow.deficit)
+            self._num_flows += 1
+        insort(other.running if sequence.is_running else other.waiting, sequence, key=age)
+
     def flow_of(self, sequence: Sequence) -> Flow:
         return self._tenants[sequence.request.tenant].flows[sequence.adapter]
 

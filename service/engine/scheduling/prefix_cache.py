@@ -240,6 +240,13 @@ class PrefixCache:
         self.lines.stop(sequence)
         self._blocks.release(sequence.key)
 
+    def leave_version(self, sequence: Sequence) -> None:
+        """The sequence goes on with another adapter: publish what it has computed, and nothing from now on."""
+        self.publish(sequence)
+        way = self._ways.get(sequence.key)
+        if way is not None and way.node is not None:
+            self._publish_no_more(way)
+
     def forget(self, sequence: Sequence) -> None:
         """Forget a sequence that is over and holds nothing."""
         self._ways.pop(sequence.key, None)
@@ -300,11 +307,11 @@ class PrefixCache:
         return self.is_on and not wants_all
 
     def _way_of(self, sequence: Sequence) -> _Way:
-        way = self._ways.get(sequence.key)
-        if way is None:
+        way, tag = self._ways.get(sequence.key), (sequence.adapter or "").encode()
+        if way is None or way.tag != tag:
             tenant = "" if self._is_shared else sequence.request.tenant
             scope = (tenant, sequence.request.cache_salt, self._rope_class(sequence.max_total))
-            way = self._ways[sequence.key] = _Way(sequence, scope, (sequence.adapter or "").encode())
+            way = self._ways[sequence.key] = _Way(sequence, scope, tag)
         return way
 
     def _parts(self, way: _Way, num_blocks: int) -> list[bytes]:

@@ -39,6 +39,7 @@ from service.engine.scheduling.row_reservations import RowReservations
 from service.engine.scheduling.state_lines import StateLines
 from service.engine.scheduling.step_tokens import StepTokens
 from service.engine.scheduling.tenant_queue import Flow, age
+from service.engine.scheduling.version_moves import VersionMoves, set_adapter
 from service.engine.sequences.grammar_budget import GrammarBudget
 from service.engine.sequences.sequence import ScheduledChunk, Sequence
 from service.engine.sequences.slots import Slots
@@ -85,6 +86,7 @@ class Scheduler:
         self.grammar_budget = GrammarBudget()
         self._queue = FairQueue(token_budget)
         self._row_reservations = RowReservations(self._queue, adapter_loads, max_steps=max_steps_waiting_for_rows)
+        self.moves = VersionMoves(self._queue, cache, adapter_loads, self.preempt, max_steps=max_steps_waiting_for_rows)
         self._block_size = block_size_tokens
         self._token_budget = token_budget
         self._max_prompt_logits = max_prompt_logits
@@ -129,6 +131,7 @@ class Scheduler:
         """Remove a request that is over, for whatever reason; everything it holds is free when this returns."""
         if self._held.pop(sequence.key, None) is not None:
             return
+        self.moves.forget(sequence)
         if has_run := sequence.is_running:
             self._stop(sequence)
         self._queue.remove(sequence, has_run=has_run)
@@ -141,6 +144,14 @@ class Scheduler:
         self._stop(sequence)
         sequence.num_computed = 0
         self.num_preemptions += 1
+        self.moves.stopped(sequence)
+
+    def move(self, sequence: Sequence, adapter: str, rows: dict[str, int]) -> None:
+        """Let a request with an adapter go on with this one, see `version_moves.py`."""
+        if sequence.key in self._held:
+            set_adapter(sequence, adapter, rows)
+        else:
+            self.moves.ask(sequence, adapter, rows)
 
     def schedule(self) -> list[ScheduledChunk]:
         """The next step, which is launched before anything else is asked; blocks for its tokens are taken. Empty if
@@ -149,6 +160,7 @@ class Scheduler:
             self.adapter_loads.follow_hints()
             return []
         self.cache.begin_step()
+        self.moves.begin_step()
         if self._queue.num_waiting:
             self._admit()
         self.adapter_loads.follow_hints()
@@ -178,6 +190,7 @@ class Scheduler:
             assert sequence.num_computed <= covered, "computed tokens without blocks"
         assert all(sequence.num_computed == 0 for sequence in self.waiting), "a waiting sequence holds results"
         self._queue.check_integrity()
+        self.moves.check_integrity({*self.waiting, *self.running})
         self.adapter_loads.check_integrity()
 
     # ---- admission

@@ -51,6 +51,7 @@ class Sequence:
     came_at        the engine's clock then, in seconds, and its number of steps
     waited_seconds  from then to its first step, None before it
     pooled         of its hidden states, once its last prompt token is computed; see `Finished`
+    untold_versions  (number of its first output token, digest) of adapters that it has moved to, see `Tokens`
     """
 
     request: Submit
@@ -78,6 +79,7 @@ class Sequence:
     came_at: tuple[float, int] = (0.0, 0)
     waited_seconds: float | None = None
     pooled: bytes | None = None
+    untold_versions: tuple[tuple[int, str], ...] = ()
 
     @property
     def request_id(self) -> str:

@@ -82,10 +82,19 @@ def tokens_message(sequence: Sequence, choice: Choice) -> Tokens | None:
         logprobs = () if choice.logprob is None else (choice.logprob,)
     if not tokens and prompt_logprobs is None:
         return None
+    adapter = _new_adapter(sequence) if sequence.untold_versions and tokens else None
     if len(sequence.token_ids) > sequence.num_prompt:
-        return Tokens(sequence.request_id, tokens, logprobs, prompt_logprobs)
+        return Tokens(sequence.request_id, tokens, logprobs, prompt_logprobs, adapter=adapter)
     first = sequence.waited_seconds, sequence.num_cached or 0
-    return Tokens(sequence.request_id, tokens, logprobs, prompt_logprobs, *first)
+    return Tokens(sequence.request_id, tokens, logprobs, prompt_logprobs, *first, adapter=adapter)
+
+
+def _new_adapter(sequence: Sequence) -> str | None:
+    """The adapter of its next token, if it has moved since the last one."""
+    index = len(sequence.token_ids) - sequence.num_prompt
+    told = [adapter for first, adapter in sequence.untold_versions if first <= index]
+    sequence.untold_versions = sequence.untold_versions[len(told) :]
+    return told[-1] if told else None
 
 
 def _row_of(sequence: Sequence, logits_row: int, index: int) -> RowSampling:

@@ -75,7 +75,7 @@ def parts(tmp_path: Path) -> Services:
             engine=Streams(),
             draining=False,
             base_digest="0",
-            open_jobs=set(),
+            open_jobs={},
             used=lambda _name: None,
             logprobs=logprob_shares(100_000),
         ),
@@ -106,7 +106,8 @@ def places() -> Places:
 
 def admitted(places: Places, plans: list[PlannedSequence], tenant: Tenant | None = None) -> Admitted:
     """A request that has its places and an adapter."""
-    record = SimpleNamespace(digest="d", manifest=SimpleNamespace(rows={}, invocation=()))
+    version = SimpleNamespace(number=1, digest="d")
+    record = SimpleNamespace(digest="d", version=version, manifest=SimpleNamespace(rows={}, invocation=()))
     lease: Any = SimpleNamespace(release=places.release, record=record)
     tenant = tenant or Tenants().default
     held = QueuePlaces(cast(Any, places), tenant, "tiny", len(plans))

@@ -20,6 +20,7 @@ from service.tenants.keys_file import Scope
 from tests.api.conftest import ENDLESS, Checkpoints
 from tests.support.http.server import Server, running_server, wait_for
 from tests.support.http.uploads import parts_of
+from tests.support.limits import LIMIT_SECONDS
 
 LONG = {**ENDLESS, "max_tokens": 400}
 SHORT = {**ENDLESS, "max_tokens": 3}
@@ -259,14 +260,108 @@ def test_a_wrong_query_is_a_bad_request_and_pauses_nothing(controlled: Controlle
     assert not controlled.is_paused
 
 
+def sleeps(controlled: Controlled, path: str = "/sleep") -> bool:
+    is_sleeping = bool(controlled.post(path)["is_sleeping"])
+    assert controlled.call("GET", "/is_sleeping").json() == {"is_sleeping": is_sleeping}
+    return is_sleeping
+
+
+def test_a_sleeping_engine_is_gone_until_it_is_woken(
+    controlled: Controlled, clients: ThreadPoolExecutor, checkpoints: Checkpoints
+) -> None:
+    before = whole(controlled)
+    assert not sleeps(controlled, "/wake_up")
+    pids = controlled.server.engine_pids()
+    with controlled.running(ENDLESS) as choices:
+        assert sleeps(controlled, "/sleep?level=1")
+        assert text_of(choices)[1] == "abort"
+    assert controlled.server.engine_pids() == []
+    refused = [
+        controlled.call("POST", "/v1/completions", json=SHORT),
+        controlled.call("POST", "/v1/embeddings", json={"input": "the"}),
+        controlled.call("POST", "/pause"),
+        controlled.call("GET", "/ready"),
+        controlled.call("GET", "/server_info"),
+    ]
+    assert {(one.status_code, "POST /wake_up" in one.text) for one in refused} == {(503, True)}
+    assert controlled.call("GET", "/health").json()["engine"] == "asleep"
+    for path in ("/v1/models", "/v1/adapters", "/metrics", "/is_paused", "/load"):
+        assert controlled.call("GET", path).status_code == 200
+    for name in ("slept", "slept-too"):
+        query = "?ephemeral=true" if name == "slept" else ""
+        put = controlled.call("PUT", f"/v1/adapters/{name}{query}", files=parts_of(checkpoints.spare))
+        assert put.status_code == 201
+    assert sleeps(controlled, "/sleep?level=2&mode=wait")
+    assert sleeps(controlled, "/wake_up?tags=weights")
+    assert controlled.server.engine_pids() == []
+    woken = [clients.submit(controlled.post, "/wake_up?tags=kv_cache") for _ in range(2)]
+    assert [one.result() for one in woken] == [{"is_sleeping": False}] * 2
+    assert len(controlled.server.engine_pids()) == 1
+    assert controlled.server.engine_pids() != pids
+    assert whole(controlled) == before
+    assert whole(controlled, {**SHORT, "model": "slept"}) == whole(controlled, {**SHORT, "model": "slept-too"})
+    assert controlled.metric("multilora_engine_restarts_total") == 1
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/sleep?level=3", "/sleep?level=a", "/sleep?mode=keep", "/sleep?lvl=1", "/wake_up?tags=all", "/wake_up?a=b"],
+)
+def test_a_wrong_sleep_is_a_bad_request(controlled: Controlled, path: str) -> None:
+    answer = controlled.call("POST", path)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] in ("level", "mode", "lvl", "tags", "tags[0]", "a")
+    assert controlled.call("GET", "/is_sleeping").json() == {"is_sleeping": False}
+
+
+@pytest.mark.wide
+def test_replicas_sleep_behind_what_runs_and_end_asleep(
+    checkpoints: Checkpoints, tmp_path: Path, clients: ThreadPoolExecutor
+) -> None:
+    with controlled_server(checkpoints, tmp_path, replicas=2) as controlled:
+        unpaused = whole(controlled)
+        with controlled.running(LONG) as choices:
+            asked = clients.submit(sleeps, controlled, "/sleep?mode=wait")
+            assert text_of(choices) == unpaused
+            assert asked.result()
+        assert controlled.server.engine_pids() == []
+        assert set(controlled.call("GET", "/health").json()["replicas"].values()) == {"asleep"}
+        assert not sleeps(controlled, "/wake_up")
+        assert len(controlled.server.engine_pids()) == 2
+        assert whole(controlled) == unpaused
+        assert sleeps(controlled)
+        assert controlled.server.stop() == 0
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("mode", ["keep", "wait"])
+def test_a_server_that_is_to_end_resumes_what_a_pause_holds(
+    checkpoints: Checkpoints, tmp_path: Path, clients: ThreadPoolExecutor, mode: str
+) -> None:
+    with controlled_server(checkpoints, tmp_path) as controlled:
+        unpaused = whole(controlled)
+        with controlled.running(LONG) as choices:
+            controlled.pause("keep")
+            if mode == "wait":
+                pausing = clients.submit(controlled.call, "POST", "/pause?mode=wait")
+                wait_for(lambda: controlled.metric("multilora_num_requests_running") == 1, "the request")
+            controlled.server.process.send_signal(signal.SIGTERM)
+            assert text_of(choices) == unpaused
+        if mode == "wait":
+            assert pausing.result().status_code in (200, 503)
+        assert controlled.server.process.wait(LIMIT_SECONDS) == 0
+
+
 def test_control_is_a_scope_of_its_own(controlled: Controlled) -> None:
     for scopes, status in ((("infer", "upload", "delete"), 403), (("control",), 200), (("admin",), 200)):
         key = controlled.key(*scopes)
         for path in ("/pause", "/resume", "/flush_cache", "/continue_generation", "/reset_prefix_cache"):
             assert controlled.call("POST", path, key).status_code == status
-        for path in ("/is_paused", "/server_info", "/get_world_size"):
+        assert controlled.call("POST", "/wake_up", key).status_code == status  # of one that does not sleep
+        for path in ("/is_paused", "/server_info", "/get_world_size", "/is_sleeping"):
             assert controlled.call("GET", path, key).status_code == status
     assert controlled.call("POST", "/v1/completions", controlled.key("control"), json=SHORT).status_code == 403
+    assert controlled.call("POST", "/sleep", controlled.key("infer", "upload", "delete")).status_code == 403
     assert controlled.server.http.post(f"{controlled.server.url}/pause").status_code == 401
 
 

@@ -161,7 +161,8 @@ def test_tenants_of_one_server_share_if_they_are_to() -> None:
 
 def _without_tenant(mock: MockEngine, slot: int) -> Any:
     sequence = next(one for one in mock.engine.scheduler.running if one.slot == slot)
-    return type("Shared", (), {"request": type("R", (), _request_fields(sequence.request) | {"tenant": ""})})
+    request = type("R", (), _request_fields(sequence.request) | {"tenant": ""})
+    return type("Shared", (), {"key": sequence.key, "request": request})
 
 
 def _request_fields(request: Any) -> dict[str, Any]:

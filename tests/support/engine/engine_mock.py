@@ -283,6 +283,8 @@ class MockRunner:
         # Of each KV slot: all that its keys and values follow from, hashed.
         self._origins = [0] * (num_blocks * config.block_size_tokens)
         self.sequence_in: Callable[[int], RunningSequence | None] = lambda _slot: None
+        # By a sequence's key: the adapter of each position that it has computed since it last joined.
+        self.computed_by: dict[int, list[str | None]] = {}
         # Of each line: all that its state follows from, hashed.
         self.lines = [-1] * (config.max_sequences + 1 + num_kept)
         self.batches: list[StepBatch] = []
@@ -356,8 +358,10 @@ class MockRunner:
         sequence = self.sequence_in(slot)
         request = None if sequence is None else sequence.request  # None: of an engine that a test has made itself
         origins = [hash(None if request is None else (request.tenant, request.cache_salt))]
-        for position, token in enumerate(history):
-            adapter = None if request is None or position < request.adapter_start else request.adapter
+        computed_by: list[str | None] = [] if sequence is None else self.computed_by.setdefault(sequence.key, [])
+        for position in range(len(computed_by), len(history)):
+            computed_by.append(None if request is None or position < request.adapter_start else request.adapter)
+        for position, (token, adapter) in enumerate(zip(history, computed_by, strict=True)):
             origins.append(hash((origins[-1], token, adapter)))
             place = blocks[position // self._block_size] * self._block_size + position % self._block_size
             if position < first and request is not None:
@@ -502,6 +506,13 @@ def make_mock_engine(
     tokens = mock_tokens() if has_tokens else None
     engine = Engine(runner, rows, host, settings, loader=loader, tokens=tokens, compiler=loader)
     runner.sequence_in = lambda slot: next((one for one in engine.scheduler.running if one.slot == slot), None)
+    start = engine.cache.start
+
+    def start_anew(sequence: RunningSequence, expected: int) -> None:
+        runner.computed_by.pop(sequence.key, None)
+        start(sequence, expected)
+
+    engine.cache.start = start_anew  # type: ignore[method-assign]
     engine.lines = _HighLines(runner.capacity.num_lines, runner.capacity.num_slots)
     engine.scheduler.lines = engine.cache.lines = engine.lines
     return MockEngine(engine, runner, rows, host, loader)
