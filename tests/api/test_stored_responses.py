@@ -421,9 +421,15 @@ class TestBounds:
         for name in names:
             assert store.put("a", StoredResponse({"id": name, "status": "completed"}, []))
             assert store.put("b", StoredResponse({"id": names[0], "status": "completed"}, []))
+        # What another server is about to rename is as young as its name says.
+        young = tmp_path / "a" / f".resp_{'f' * 32}.json.new"
+        young.write_bytes(b"{")
+        for name in names[-20:]:
+            assert store.put("a", StoredResponse({"id": name, "status": "completed"}, []))
+        young.unlink()
         there = sorted(path.stem for path in (tmp_path / "a").iterdir())
         assert there == names[-len(there) :]
-        assert len(there) in (31, 32)
+        assert 28 < len(there) <= 32
         assert store.get("b", names[0]) is not None
 
     def test_servers_that_share_it_hold_hardly_more(self, tmp_path: Path) -> None:
@@ -459,6 +465,27 @@ class TestBounds:
         assert not store.put("a", StoredResponse({"id": new_id()}, []))
         (tmp_path / "b").write_text("no directory")
         assert not ResponseStore(tmp_path, 1 << 20, 0).put("b", StoredResponse({"id": new_id()}, []))
+
+    def test_what_nobody_works_on_any_more_has_failed(self, tmp_path: Path) -> None:
+        store, name = ResponseStore(tmp_path, 1 << 20, 0), new_id()
+        assert store.put("a", StoredResponse({"id": name, "status": "in_progress"}, []))
+
+        def status() -> str:
+            found = ResponseStore(tmp_path, 1 << 20, 0).get("a", name)
+            assert found is not None
+            return str(found.response["status"])
+
+        with store.claim("a", name):
+            assert status() == "in_progress"
+        assert status() == "failed"
+
+    def test_names_beside_the_ids_are_no_ids(self, stored: Stored) -> None:
+        headers = {"Authorization": f"Bearer {stored.client.api_key}"}
+        count, compact = (f"{stored.server.url}/v1/responses/{name}" for name in ("input_tokens", "compact"))
+        answer = httpx.get(count, headers=headers, timeout=LIMIT_SECONDS)
+        assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
+        answer = httpx.post(compact, headers=headers, json={}, timeout=LIMIT_SECONDS)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unknown_path")
 
     def test_a_torn_file_is_as_none(self, tmp_path: Path) -> None:
         store, name = ResponseStore(tmp_path, 1 << 20, 0), new_id()

@@ -10,6 +10,7 @@ import msgspec
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, ConfigDict, Field, model_validator
+from starlette.convertors import StringConvertor, register_url_convertor
 
 from service.api.access.auth import caller_of
 from service.api.adapter_routes.listing import Digits
@@ -30,6 +31,15 @@ from service.logs import LOGGER
 from service.text.tokenizer import NotUnicode
 
 router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
+
+
+class _Id(StringConvertor):
+    """In a path: an id, but for the names of OpenAI's routes beside it."""
+
+    regex = "(?!(?:input_tokens|compact)$)[^/]+"
+
+
+register_url_convertor("response", _Id())
 
 NOT_STORED = "needs stored responses, which this server does not keep (--responses-store-bytes)"
 _ERRORS = errors((400, 401, 403, 404, 429, 503))
@@ -83,7 +93,7 @@ class InputItemsQuery(_Included):
 
 
 @router.get(
-    "/v1/responses/{response_id}",
+    "/v1/responses/{response_id:response}",
     dependencies=[each_once],
     response_model=ResponseObject,
     responses=_ERRORS,
@@ -96,7 +106,7 @@ async def get_response(request: Request, response_id: str, query: Annotated[Retr
 
 
 @router.get(
-    "/v1/responses/{response_id}/input_items",
+    "/v1/responses/{response_id:response}/input_items",
     dependencies=[each_once],
     response_model=InputItemList,
     responses=_ERRORS,
@@ -118,7 +128,7 @@ async def list_input_items(request: Request, response_id: str, query: Annotated[
 
 
 @router.delete(
-    "/v1/responses/{response_id}",
+    "/v1/responses/{response_id:response}",
     dependencies=[no_query],
     response_model=DeletedResponse,
     responses=_ERRORS | errors((413,)),
@@ -134,7 +144,7 @@ async def delete_response(request: Request, response_id: str) -> Response:
 
 
 @router.post(
-    "/v1/responses/{response_id}/cancel",
+    "/v1/responses/{response_id:response}/cancel",
     dependencies=[no_query],
     response_model=ResponseObject,
     responses=_ERRORS | errors((413,)),
