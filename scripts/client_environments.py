@@ -54,7 +54,17 @@ def _make(name: str, pins: Path) -> None:
 def _make_python(pins: Path, target: Path) -> None:
     uv = [sys.executable, "-m", "uv"]
     _run(*uv, "venv", "--quiet", "--python", sys.executable, str(target))
-    _run(*uv, "pip", "install", "--quiet", "--python", str(target / "bin" / "python"), "--requirement", str(pins))
+    _run(
+        *uv,
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--python",
+        str(target / "bin" / "python"),
+        "--requirement",
+        str(pins),
+    )
 
 
 def _make_node(pins: Path, target: Path) -> None:

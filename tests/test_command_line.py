@@ -24,10 +24,11 @@ def test_each_setting_is_in_one_topic() -> None:
 
 
 @pytest.mark.parametrize("flags", [["--no-prefix-cache"], ["--prefix-cache", "false"], ["--prefix-cache=false"]])
-def test_a_setting_that_is_yes_or_no_can_be_turned_off_by_a_flag(flags: list[str]) -> None:
-    given = vars(flag_parser().parse_args([*flags, "--no-eager"]))
+def test_a_setting_that_is_yes_or_no_is_turned_on_or_off_by_a_flag(flags: list[str]) -> None:
+    given = vars(flag_parser().parse_args([*flags, "--batch-invariant", "--no-eager"]))
     assert {name: value for name, value in given.items() if value is not None} == {
         "prefix_cache": "false",
+        "batch_invariant": "true",
         "eager": "false",
     }
 

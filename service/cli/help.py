@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ByteSize
 
@@ -56,8 +56,11 @@ def flag_parser() -> argparse.ArgumentParser:
         text = f"{Settings.model_fields[name].description}{f' (default {default})' if default else ''}"
         group = common if name in _COMMON_SETTINGS else advanced
         values = f"{{{','.join(choices)}}}" if (choices := choices_of(name)) else "VALUE"
-        group.add_argument(flag_of(name), dest=name, metavar=values, help=text.replace("%", "%%"))
-        if bool in (annotation := Settings.model_fields[name].annotation, *get_args(annotation)):
+        annotation = Settings.model_fields[name].annotation
+        is_switch = bool in (annotation, *get_args(annotation))
+        bare: dict[str, Any] = {"nargs": "?", "const": "true"} if is_switch else {}
+        group.add_argument(flag_of(name), dest=name, metavar=values, help=text.replace("%", "%%"), **bare)
+        if is_switch:
             no_flag = flag_of(f"no_{name}")
             group.add_argument(no_flag, dest=name, action="store_const", const="false", help=argparse.SUPPRESS)
     return parser

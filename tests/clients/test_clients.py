@@ -15,6 +15,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 
 from service.settings import BUNDLED_MODEL_DIR
 from tests.support.blocks import ROOT, blocks, run
@@ -23,6 +24,8 @@ from tests.support.http.scripted_server import make_text_model, scripted_server
 from tests.support.http.server import Server, running_server, wait_for
 from tests.support.http.tool_templates import TEMPLATES
 from tests.support.limits import LIMIT_SECONDS
+from tests.support.models.tiny_models import make_tiny_model
+from tests.tolerances import LOGITS
 
 pytestmark = pytest.mark.wide
 
@@ -185,6 +188,29 @@ def test_guidellm(path: str, server: Server, tmp_path: Path) -> None:
     _run_in("guidellm", block, server, cwd=tmp_path)
     (benchmark,) = json.loads((tmp_path / "guidellm.json").read_text())["benchmarks"]
     assert benchmark["metrics"]["request_totals"] == {"successful": 10, "errored": 0, "incomplete": 0, "total": 10}
+
+
+def test_trl(tmp_path: Path) -> None:
+    """Asynchronous GRPO with LoRA: whole steps against this server as its vLLM. The adapter that is served at the end
+    is the trainer's, and the reward has risen."""
+    python = environment("trl") / "bin" / "python"
+    model_dir, out = make_tiny_model("llama", tmp_path / "model", dtype=torch.float32), tmp_path / "out"
+    out.mkdir()
+    script = ROOT / "tests" / "clients" / "trl" / "grpo.py"
+    # Torch, transformers and PEFT are those of the tests.
+    paths = {"PYTHONPATH": str(Path(torch.__file__).parents[1]), "TRL_EXPERIMENTAL_SILENCE": "1", **OFFLINE}
+    with running_server(model_dir, tmp_path / "server", lora_path_root=out) as server:
+        command = [str(python), str(script), server.url, str(model_dir), str(out)]
+        found = json.loads(run(command, server, cwd=tmp_path, **paths).splitlines()[-1])
+        asked = {"prompt": found["sequence"], "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
+        asked["model"] = f"trl-policy-v{found['version']}"
+        answer = httpx.post(f"{server.url}/v1/completions", json=asked, timeout=LIMIT_SECONDS).json()
+        names = [one["id"] for one in httpx.get(f"{server.url}/v1/models").json()["data"]]
+    scored = answer["choices"][0]["prompt_logprobs"][1:]
+    own = [one[str(token)]["logprob"] for one, token in zip(scored, found["sequence"][1:], strict=True)]
+    assert own == pytest.approx(found["logprobs"], abs=LOGITS[torch.float32])
+    assert found["version"] > 4 and len(names) <= 5, names  # old ones are unloaded
+    assert max(found["rewards"][-2:]) > found["rewards"][0] + 0.05, found
 
 
 def _run_in(client: str, block: str, server: Server, cwd: Path) -> str:
