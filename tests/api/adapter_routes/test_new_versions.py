@@ -269,7 +269,7 @@ def test_200_moves_at_64_running_requests(
 
 
 @pytest.mark.wide
-def test_2000_ephemeral_versions_leave_nothing(checkpoints: Checkpoints, contents: list[Path], tmp_path: Path) -> None:
+def test_300_ephemeral_versions_leave_nothing(checkpoints: Checkpoints, contents: list[Path], tmp_path: Path) -> None:
     """Each of another content and used once, beside a request that goes on with all of them."""
     settings = {"model_name": BASE, "on_new_version": "continue", "max_ephemeral_bytes": "8MiB"}
     with running_server(checkpoints.endless_base, tmp_path, **settings) as server:
@@ -296,10 +296,10 @@ def test_2000_ephemeral_versions_leave_nothing(checkpoints: Checkpoints, content
         with server.http.stream("POST", f"{server.url}/v1/completions", json=body) as answer:
             lines = answer.iter_lines()
             next(lines)
-            for number in range(1, 400):
+            for number in range(1, 60):
                 upload(number)
             before = held()
-            for number in range(400, 2000):
+            for number in range(60, 300):
                 upload(number)
             after = held()
             answer.close()
