@@ -8,6 +8,7 @@ import errno
 import logging
 import os
 import shutil
+import tempfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -59,6 +60,35 @@ def replace_file(
         sync_renamed(path.parent)
 
 
+@contextmanager
+def whole_directory(target: Path, *, may_replace: bool = False) -> Iterator[Path]:
+    """A new directory to fill, hidden beside `target`, which it becomes by one rename when the body has ended, synced.
+    After an exception nothing of it is left; a kill leaves the hidden one.
+
+    Raises FileExistsError if there is something at `target`, before the body runs and after it.
+
+    may_replace  a directory that is there goes instead
+    """
+    if os.path.lexists(target) and not (may_replace and target.is_dir() and not target.is_symlink()):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    around = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        new = around / "new"
+        new.mkdir()
+        yield new
+        for directory, _, _ in os.walk(new):
+            sync_files(Path(directory))
+        if os.path.lexists(target):
+            if not may_replace:
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
+            target.rename(around / "old")
+        new.rename(target)
+    finally:
+        shutil.rmtree(around, ignore_errors=True)
+    sync_renamed(target.parent)
+
+
 def begin_sync(descriptor: int, first_byte: int, num_bytes: int) -> None:
     """Have the system begin to write a range of a file to disk, so that a later sync waits for less. Promises nothing;
     a no-op where there is no such call."""
@@ -86,8 +116,9 @@ def sync_renamed(path: Path) -> None:
 def sync_files(path: Path) -> None:
     """Sync a directory and the plain files in it."""
     for file in path.iterdir():
-        with file.open("rb") as opened:
-            os.fsync(opened.fileno())
+        if file.is_file():
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
     sync_directory(path)
 
 

@@ -40,7 +40,7 @@ NAME = re.compile(rf"(?=.{{1,128}}\Z){_PART}(?:/{_PART}){{0,7}}")
 # A tenant, whose name and a `/` stand before the names of its adapters.
 OWNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 # Suffixes of a name in URLs: `org/history` would be the history of the adapter `org`.
-RESERVED = frozenset({"history", "rollback", "pin"})
+RESERVED = frozenset({"history", "rollback", "pin", "archive"})
 # Prefix of names without an owner, as other callers write them.
 OWNERLESS = "default"
 DIGEST = re.compile(r"[0-9a-f]{64}")

@@ -25,9 +25,10 @@ from pathlib import Path
 
 import msgspec
 
-from adapters.errors import Damaged, NotFound, TooLarge, Unsupported
+from adapters.errors import Damaged, Malformed, NotFound, TooLarge, Unsupported
 from adapters.files import name_versions as rules
 from adapters.files.disk import StoreFiles
+from adapters.files.durable_files import refuse_shortage
 from adapters.files.manifest import AdapterRecord, Manifest
 from adapters.files.name_versions import Change, Condition, NameRecord, Visibility
 from adapters.files.store_faults import WriteFault, store_faults_are_ours
@@ -287,6 +288,23 @@ class AdapterStore:
     def chat_templates(self, digest: str) -> dict[str, str]:
         """The adapter's own chat templates by name, the usual one as "default". Raises NotFound, Damaged."""
         return self._files.chat_templates(digest) if self.manifest(digest).has_chat_template else {}
+
+    def archive(self, record: AdapterRecord) -> Iterator[bytes]:
+        """A .tar.gz, piece by piece, of a PEFT directory that is the adapter of this lease's record when it is
+        uploaded; tensors byte for byte as they came where they came in the canonical form. Reads files at each step.
+
+        Raises NotFound, Damaged, Unsupported for an adapter that PEFT's form cannot express; Malformed or OSError in
+        the middle, for a file that is damaged or gone.
+        """
+        path, created = self.path_of(record.digest), int(record.version.created_at_seconds)
+        templates = self.chat_templates(record.digest)
+        try:
+            return self._intake.archive(path, record.manifest, templates, created)
+        except (Malformed, OSError) as error:
+            refuse_shortage(error)
+            raise Damaged(
+                f"The files of adapter {record.digest[:12]} are damaged; delete it and upload it again."
+            ) from error
 
     def fault(self) -> WriteFault | None:
         """The reason why the store cannot take changes; None where none is found. Writes to the disk."""

@@ -1,4 +1,5 @@
-"""Archives from strangers: members are looked at one by one, and only known files are written, under names of ours."""
+"""Archives from strangers: members are looked at one by one, and only known files are written, under names of ours.
+And archives for them."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import struct
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import IO
@@ -60,6 +61,24 @@ def unpack(archive: Path, sink: Sink, *, max_files: int, max_bytes: int) -> None
         raise Malformed(
             f"The archive is damaged or of a kind that is not supported ({type(error).__name__})."
         ) from None
+
+
+def pack(files: Iterable[tuple[str, int, Iterable[bytes]]], time_seconds: int) -> Iterator[bytes]:
+    """A .tar.gz of files (name, size, content in pieces), each a piece at a time. It is not compressed, since weights
+    hardly are. Malformed, in the middle, for content of another size than was said."""
+    stored = zlib.compressobj(level=0, wbits=16 + zlib.MAX_WBITS)
+    for name, num_bytes, pieces in files:
+        member = tarfile.TarInfo(name)
+        member.size, member.mtime = num_bytes, time_seconds
+        yield stored.compress(member.tobuf())
+        left = num_bytes
+        for piece in pieces:
+            left -= len(piece)
+            yield stored.compress(piece)
+        if left:
+            raise Malformed(f"{name} has {num_bytes - left} bytes, and should have {num_bytes}.")
+        yield stored.compress(bytes(-num_bytes % tarfile.BLOCKSIZE))
+    yield stored.compress(bytes(2 * tarfile.BLOCKSIZE)) + stored.flush()
 
 
 def adapter_folders(paths: list[PurePosixPath]) -> tuple[PurePosixPath, list[PurePosixPath]]:

@@ -1,15 +1,22 @@
-"""Preparation of an upload: its files are checked against the base model and made a directory that can be published."""
+"""Preparation of an upload: its files are checked against the base model and made a directory that can be published;
+and the way back, an archive that can be uploaded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from adapters.errors import AdapterError, Malformed
 from adapters.files.disk import StoreFiles
 from adapters.files.manifest import Manifest
-from adapters.files.paths import DEFAULT_TEMPLATE, MODEL_CONFIG_FILE, TENSOR_FILE, layout_fingerprint
+from adapters.files.paths import (
+    CONFIG_FILE,
+    DEFAULT_TEMPLATE,
+    MODEL_CONFIG_FILE,
+    TENSOR_FILE,
+    layout_fingerprint,
+)
 from adapters.layout import BaseLayout
 from adapters.peft.base_weights import BaseWeights
 from adapters.peft.canonical_file import CanonicalForm
@@ -17,6 +24,8 @@ from adapters.row_plan import RowPlan
 from adapters.text.side_files import TEXT_ROLES
 from adapters.text.tokenizer_files import AdapterText, read_text
 from adapters.text.vocabulary import BaseText
+from adapters.upload.archives import pack
+from adapters.upload.peft_form import PeftForm, text_files
 from adapters.upload.staging import Followed, Staging
 from adapters.upload.validate import bind_header, check_binding, check_spare_rows, module_reports, with_split_blocks
 
@@ -109,6 +118,18 @@ class Intake:
         )
         StoreFiles.complete(ready, config, text.templates, manifest)
         return manifest, ready
+
+    def archive(
+        self, directory: Path, manifest: Manifest, templates: Mapping[str, str], time_seconds: int
+    ) -> Iterator[bytes]:
+        """A .tar.gz of a PEFT directory that is this adapter when it is uploaded; see `PeftForm` for errors.
+
+        directory  of the store
+        """
+        form = PeftForm(directory, manifest, self._layout)
+        others = text_files(templates, manifest, self._base_text)
+        small = [(name, len(data), [data]) for name, data in {CONFIG_FILE: form.config, **others}.items()]
+        return pack([*small, (TENSOR_FILE, form.num_bytes, form.tensors())], time_seconds)
 
     def _read_text(self, staging: Staging) -> AdapterText:
         """The adapter's tokenizer files and templates. Raises as `read_text` does, and Malformed for a refused

@@ -159,8 +159,8 @@ def finish(schema: dict[str, Any], *, access: Access | None, chunks: dict[str, A
             "apiKey": {
                 "type": "http",
                 "scheme": "bearer",
-                "description": "A key with the scope of the route: infer, upload, delete, control, or admin, which has "
-                "all. The header `x-api-key` may hold it instead.",
+                "description": "A key with the scope of the route: infer, upload, delete, download, control, or admin, "
+                "which has all. The header `x-api-key` may hold it instead.",
             }
         }
 

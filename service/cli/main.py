@@ -81,6 +81,10 @@ def _command(name: str) -> Callable[[argparse.Namespace], int]:
         return show_help
     if name == "completion":
         return _completion
+    if name == "pull":
+        from service.cli.pull import pull
+
+        return pull
     if name == "chat":
         from service.cli.chat import chat
 
@@ -190,6 +194,13 @@ def _add_upload(parser: argparse.ArgumentParser) -> None:
     condition.add_argument("--if-version", metavar="VERSION", help="refuse if the adapter is at another version")
 
 
+def _add_pull(parser: argparse.ArgumentParser) -> None:
+    _add_server(parser)
+    parser.add_argument("name", help="name of the adapter, or name@version")
+    parser.add_argument("directory", nargs="?", type=Path, help="directory to make; default: the adapter's name")
+    parser.add_argument("--force", action="store_true", help="replace the directory if there is one")
+
+
 def _add_ls(parser: argparse.ArgumentParser) -> None:
     _add_server(parser)
     parser.add_argument("prefix", nargs="?", help="first characters of their names; default: all")
@@ -266,7 +277,7 @@ def _add_keys(parser: argparse.ArgumentParser) -> None:
     add.add_argument(
         "tenant", help="name of the tenant (lower-case letters, digits, '-'); a new one gets a table without limits"
     )
-    text = "infer, upload, delete, control, admin, separated by commas (%(default)s)"
+    text = "infer, upload, delete, download, control, admin, separated by commas (%(default)s)"
     add.add_argument("--scopes", default="infer", help=text)
     add.add_argument("--note", default="", help="a note for the list")
     actions.add_parser("list", help="list the keys by id", description="show the keys")
@@ -322,6 +333,7 @@ def _finite(text: str) -> float:
 _COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "chat": ("talk to the base or an adapter", _add_chat),
     "upload": ("send an adapter", _add_upload),
+    "pull": ("fetch an adapter as a directory that PEFT loads", _add_pull),
     "ls": ("list the adapters", _add_ls),
     "history": ("list the versions of an adapter", _add_history),
     "rollback": ("go back to an earlier version of an adapter", _add_rollback),

@@ -24,7 +24,7 @@ from kernels.lora.max_rank import MAX_KERNEL_RANK
 from kernels.sampling.parameters import NEUTRAL
 from service.api import page
 from service.api.access.auth import Access
-from service.api.adapter_routes import adapters, pinning, sglang_lora, versions, vllm_lora
+from service.api.adapter_routes import adapters, archive, pinning, sglang_lora, versions, vllm_lora
 from service.api.admission.sampling import model_defaults
 from service.api.entry.error_handlers import add_error_handlers
 from service.api.entry.middleware import BodyRule, EntryMiddleware
@@ -94,6 +94,7 @@ ROUTERS = (
     tokenize.router,
     versions.router,  # before the adapters: below an adapter's path there are names too
     pinning.router,
+    archive.router,
     adapters.router,
     vllm_lora.router,
     sglang_lora.router,

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, mo
 
 from service.engine.ipc.messages import MAX_WEIGHT, MIN_WEIGHT
 
-Scope = Literal["infer", "upload", "delete", "control", "admin"]
+Scope = Literal["infer", "upload", "delete", "download", "control", "admin"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 TENANT = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 # Thousands of tenants. The more keys there are, the longer each check takes.

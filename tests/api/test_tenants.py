@@ -173,6 +173,33 @@ class TestScopes:
             stranger.models.list()
 
 
+class TestDownloads:
+    def test_a_tenant_takes_out_its_own_with_a_key_for_it_and_nobody_else_s(
+        self, keyed: Keyed, checkpoints: Checkpoints
+    ) -> None:
+        """Not even what it may use: a public adapter's weights stay with its owner."""
+        owner = keyed.key("exporter", "upload", "download")
+        assert keyed.put("public", checkpoints.adapters / "beta", owner, visibility="public").status_code == 201
+        other = keyed.key("importer", "infer", "download")
+        wanted = ("public", "exporter/public")
+        own, *strangers = (
+            keyed.ask("GET", f"/v1/adapters/{name}/archive", headers)
+            for headers, name in ((owner, wanted[0]), (other, wanted[0]), (other, wanted[1]), (other, "exporter/none"))
+        )
+        assert own.status_code == 200
+        assert [one.status_code for one in strangers] == [404] * 3
+        assert keyed.ask("GET", "/v1/adapters/exporter/public", other).status_code == 200
+        without = keyed.ask("GET", "/v1/adapters/public/archive", keyed.key("exporter", "infer", "upload", "delete"))
+        assert (without.status_code, "`download`" in without.json()["error"]["message"]) == (403, True)
+        assert keyed.ask("GET", "/v1/adapters/exporter/public/archive", bearer("operator")).status_code == 200
+        lines = [line for line in keyed.audit() if line["event"] == "download"]
+        assert [(line["tenant"], line["adapter"]) for line in lines] == [
+            ("exporter", "exporter/public"),
+            ("default", "exporter/public"),
+        ]
+        assert keyed.ask("DELETE", "/v1/adapters/exporter/public", bearer("operator")).status_code == 200
+
+
 # Everything that one can send about an adapter's name.
 ABOUT_A_NAME: dict[str, Callable[[str], tuple[str, str, dict[str, Any]]]] = {
     "chat": lambda name: ("POST", "/v1/chat/completions", {"json": {"model": name, "messages": CHAT, "max_tokens": 1}}),

@@ -50,6 +50,7 @@ ROUTES = (
     Route("/v1/responses/", "infer"),
     Route("/v1/models", "any"),
     Route("/v1/models/", "any"),
+    Route("/v1/adapters/", "download", _READING, end="/archive"),
     Route("/v1/adapters", "any", _READING),
     Route("/v1/adapters/", "any", _READING),
     Route("/v1/adapters/", "admin", end="/pin"),
@@ -79,6 +80,7 @@ _WHAT: dict[Scope, str] = {
     "infer": "run models",
     "upload": "upload adapters",
     "delete": "delete adapters",
+    "download": "download adapters",
     "control": "pause and reset the engine",
     "admin": "do this",
 }

@@ -27,7 +27,7 @@ class _Name(Convertor[str]):
     """In a path: a name, or another tenant's, of any number of parts. No adapter's name of several ends as the paths
     below one do."""
 
-    regex = "[^/]+(?:/(?!(?:history|rollback|pin)$)[^/]+)*"
+    regex = "[^/]+(?:/(?!(?:history|rollback|pin|archive)$)[^/]+)*"
 
     def convert(self, value: str) -> str:
         return value

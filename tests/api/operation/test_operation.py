@@ -305,6 +305,7 @@ class TestOpenapi:
             "post /load_lora_adapter_from_tensors",
         }
         assert needs["delete"] == {"delete /v1/adapters/{name}", "post /unload_lora_adapter"}
+        assert needs["download"] == {"get /v1/adapters/{name}/archive"}
         assert needs["admin"] == {
             "post /v1/load_lora_adapter",
             "post /v1/unload_lora_adapter",
