@@ -166,6 +166,7 @@ LAYERS: dict[str, dict[str, str]] = {
         "layers": "checkpoint errors spec step_batch",
         "layouts": "errors families gguf_file spec",
         "loader": "checkpoint errors families heap layers layouts spec",
+        "merging": "checkpoint errors families layouts spec",
     },
     "service/engine": {
         "ipc": "",

@@ -81,6 +81,10 @@ def _command(name: str) -> Callable[[argparse.Namespace], int]:
         return show_help
     if name == "completion":
         return _completion
+    if name == "merge":
+        from service.cli.merge import merge
+
+        return merge
     if name == "pull":
         from service.cli.pull import pull
 
@@ -199,6 +203,14 @@ def _add_pull(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", help="name of the adapter, or name@version")
     parser.add_argument("directory", nargs="?", type=Path, help="directory to make; default: the adapter's name")
     parser.add_argument("--force", action="store_true", help="replace the directory if there is one")
+
+
+def _add_merge(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("base", type=Path, help="directory of the base model, in Hugging Face's layout")
+    parser.add_argument("adapter", type=Path, help="directory that PEFT wrote, or multilora pull")
+    parser.add_argument("out", type=Path, help="directory to make")
+    text = "write floats where the base is quantised, which is refused otherwise"
+    parser.add_argument("--dequantise", action="store_true", help=text)
 
 
 def _add_ls(parser: argparse.ArgumentParser) -> None:
@@ -334,6 +346,7 @@ _COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "chat": ("talk to the base or an adapter", _add_chat),
     "upload": ("send an adapter", _add_upload),
     "pull": ("fetch an adapter as a directory that PEFT loads", _add_pull),
+    "merge": ("write a base model with an adapter's weights in it", _add_merge),
     "ls": ("list the adapters", _add_ls),
     "history": ("list the versions of an adapter", _add_history),
     "rollback": ("go back to an earlier version of an adapter", _add_rollback),

@@ -102,6 +102,23 @@ class Checkpoint:
         stored: str = self._files[file].get_slice(name).get_dtype()
         return FLOATS.get(stored, stored)
 
+    def place(self, name: str) -> tuple[str, str]:
+        """The file of a tensor, and its name there; of a quantised weight, as it would be called without codes. Raises
+        ModelError."""
+        if self._stored(name) is None and (parts := self._parts(name)):
+            suffix, stored = next(iter(parts.items()))
+            return self._file_of[stored], stored.removesuffix(suffix) + ("weight" if name.endswith(".weight") else "")
+        stored, file = self._find(name)
+        return file, stored
+
+    def is_quantised(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether the tensor is stored in codes. Raises ModelError."""
+        return self._layout(name, shape) is not None
+
+    def raw(self, stored: str) -> tuple[str, Header, Callable[[], torch.Tensor]]:
+        """File and header of a tensor that the model does not use, and what reads it."""
+        return self._file_of[stored], self._header(stored), lambda: self._read(stored, self._file_of[stored])
+
     def others(self, names: Iterable[str]) -> list[str]:
         """Names of the stored tensors that none of `names` stands for, in order."""
         used = {stored for name in names for stored in (self._stored(name), *self._parts(name).values())}
