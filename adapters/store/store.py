@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import msgspec
@@ -289,7 +289,7 @@ class AdapterStore:
         """The adapter's own chat templates by name, the usual one as "default". Raises NotFound, Damaged."""
         return self._files.chat_templates(digest) if self.manifest(digest).has_chat_template else {}
 
-    def archive(self, record: AdapterRecord) -> Iterator[bytes]:
+    def archive(self, record: AdapterRecord) -> Generator[bytes, None, None]:
         """A .tar.gz, piece by piece, of a PEFT directory that is the adapter of this lease's record when it is
         uploaded; tensors byte for byte as they came where they came in the canonical form. Reads files at each step.
 

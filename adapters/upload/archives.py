@@ -10,7 +10,7 @@ import struct
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import IO
@@ -63,7 +63,7 @@ def unpack(archive: Path, sink: Sink, *, max_files: int, max_bytes: int) -> None
         ) from None
 
 
-def pack(files: Iterable[tuple[str, int, Iterable[bytes]]], time_seconds: int) -> Iterator[bytes]:
+def pack(files: Iterable[tuple[str, int, Iterable[bytes]]], time_seconds: int) -> Generator[bytes, None, None]:
     """A .tar.gz of files (name, size, content in pieces), each a piece at a time. It is not compressed, since weights
     hardly are. Malformed, in the middle, for content of another size than was said."""
     stored = zlib.compressobj(level=0, wbits=16 + zlib.MAX_WBITS)

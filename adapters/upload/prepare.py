@@ -3,7 +3,7 @@ and the way back, an archive that can be uploaded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -121,7 +121,7 @@ class Intake:
 
     def archive(
         self, directory: Path, manifest: Manifest, templates: Mapping[str, str], time_seconds: int
-    ) -> Iterator[bytes]:
+    ) -> Generator[bytes, None, None]:
         """A .tar.gz of a PEFT directory that is this adapter when it is uploaded; see `PeftForm` for errors.
 
         directory  of the store

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Generator
+from contextlib import ExitStack, suppress
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
@@ -25,20 +25,32 @@ _MEDIA_TYPE = "application/gzip"
 
 class _Archive(StreamingResponse):
     """Pieces that a thread reads, one at a time: the next one once the client has taken the last. What is `held` is
-    given back however it ends."""
+    given back, and the file closed, however it ends."""
 
-    def __init__(self, pieces: Iterator[bytes], held: ExitStack, headers: dict[str, str]) -> None:
-        super().__init__(self._read(pieces), headers=headers, media_type=_MEDIA_TYPE)
-        self._held = held
+    def __init__(self, pieces: Generator[bytes, None, None], held: ExitStack, headers: dict[str, str]) -> None:
+        super().__init__(self._read(), headers=headers, media_type=_MEDIA_TYPE)
+        self._pieces, self._held, self._has_ended = pieces, held, False
 
-    async def _read(self, pieces: Iterator[bytes]) -> AsyncIterator[bytes]:
-        while (piece := await in_turn(next, pieces, None)) is not None:
+    async def _read(self) -> AsyncIterator[bytes]:
+        while (piece := await in_turn(self._next)) is not None:
             if piece:
                 yield piece
 
+    def _next(self) -> bytes | None:
+        piece = next(self._pieces, None)
+        if self._has_ended:
+            self._pieces.close()
+        return piece
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._held:
-            await super().__call__(scope, receive, send)
+        try:
+            with self._held:
+                await super().__call__(scope, receive, send)
+        finally:
+            # Of a client that has left, exceptions keep all of this until the collector comes.
+            self._has_ended = True
+            with suppress(ValueError):  # a thread reads, and closes it then
+                self._pieces.close()
 
 
 @router.get(

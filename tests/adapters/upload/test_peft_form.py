@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 
 from adapters.store.store import AdapterStore, StoreLimits
 from service.models.layouts import layout_in
@@ -23,7 +24,8 @@ from tests.support.models.split_projections import load_packed, load_split
 from tests.support.models.tiny_models import LINEAR_MODULES, load_oracle, make_adapter, make_tiny_model
 from tests.tolerances import LOGITS
 
-FILES = {"adapter_config.json", "adapter_model.safetensors"}
+TENSORS = "adapter_model.safetensors"
+FILES = {"adapter_config.json", TENSORS}
 
 
 def store_at(root: Path, base: Path) -> AdapterStore:
@@ -88,6 +90,7 @@ def test_what_peft_wrote_comes_out_as_peft_reads_it(family: str, kind: str, tmp_
     base = make_tiny_model(family, tmp_path / "base")
     directory = make_adapter(base, tmp_path / "adapter", seed=5, **spec)
     out = there_and_back(base, directory, tmp_path)
+    assert load_file(out / TENSORS).keys() <= load_file(directory / TENSORS).keys()
     torch.testing.assert_close(logits(base, out), logits(base, directory), atol=LOGITS[torch.float32], rtol=0)
 
 

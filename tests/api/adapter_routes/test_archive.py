@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import os
 import shutil
 import signal
 import socket
@@ -125,6 +127,15 @@ def test_an_ephemeral_version_goes_out_of_memory(
     assert (out / TENSORS).read_bytes() == (checkpoints.spare / TENSORS).read_bytes()
 
 
+def open_files(server: Server, digest: str) -> list[str]:
+    """Files of the adapter that the server has open."""
+    links = []
+    for link in Path(f"/proc/{server.process.pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            links.append(os.readlink(link))
+    return [path for path in links if digest in path]
+
+
 def test_a_download_outlasts_its_name_and_ends_with_its_client(
     server: Server, checkpoints: Checkpoints, name: str, tmp_path: Path
 ) -> None:
@@ -134,6 +145,8 @@ def test_a_download_outlasts_its_name_and_ends_with_its_client(
     digest = put(server, name, large)["digest"]
     with server.http.stream("GET", f"{server.url}/v1/adapters/{name}/archive") as left:
         next(left.iter_raw(1024))
+        assert open_files(server, digest)
+    wait_for(lambda: not open_files(server, digest), "the file of who has left to be closed")
     with server.http.stream("GET", f"{server.url}/v1/adapters/{name}/archive") as answer:
         pieces = answer.iter_raw(1024)
         content = next(pieces)
