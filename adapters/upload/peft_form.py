@@ -71,11 +71,14 @@ class PeftForm:
     config     of adapter_config.json: the uploaded bytes where they describe the tensors, else made of the manifest
     num_bytes  size of adapter_model.safetensors
 
-    Raises Malformed and OSError for damaged files, Unsupported for DoRA on some rows of a module, which PEFT has not.
+    Raises Malformed and OSError for damaged files, Unsupported for score heads, and for DoRA on some rows of a module,
+    which PEFT has not.
     """
 
     def __init__(self, directory: Path, manifest: Manifest, layout: BaseLayout) -> None:
         self._path, self._manifest, self._layout = directory / TENSOR_FILE, manifest, layout
+        if manifest.labels:
+            raise Unsupported("An adapter with a score head does not come out again; use the files that were uploaded.")
         self._records = {one.module: one for one in manifest.modules}
         self._stored = read_header(self._path)
         entries = [*self._renamed(), *(entry for experts in layout.experts for entry in self._of_experts(experts))]
@@ -192,7 +195,9 @@ class PeftForm:
             binding = bind(self._layout, parse_config(config), {entry.name: entry.tensor for entry in self._entries})
         except AdapterError:
             return False
-        return module_reports(binding) == self._manifest.modules and binding.invocation == self._manifest.invocation
+        told = binding.invocation, binding.classifier_from_token
+        wanted = self._manifest.invocation, self._manifest.classifier_from_token
+        return module_reports(binding) == self._manifest.modules and told == wanted
 
     def _new_config(self, uploaded: bytes) -> bytes:
         """A configuration that names each module by its whole path."""
@@ -224,6 +229,8 @@ class PeftForm:
             "trainable_token_indices": tokens or None,
             "alora_invocation_tokens": list(self._manifest.invocation) or None,
         }
+        if self._manifest.classifier_from_token:
+            config["classifier_from_token"] = list(self._manifest.classifier_from_token)
         return json.dumps(config, indent=2).encode()
 
     def _targets(self) -> list[_Target]:
