@@ -14,7 +14,7 @@ from service.api.access.auth import namespace_of
 from service.api.adapter_routes.adapters import audit_change, require_store
 from service.api.entry.request_log import note
 from service.api.openapi import errors
-from service.api.schema.query import no_query
+from service.api.schema.base import no_query
 from service.api.state import services_of
 from service.api.threads import in_turn
 
