@@ -154,7 +154,7 @@ SERVED = {
     "mamba2": "any_device",
     "experts": "npu",
     "paged_attention": "npu_heads_first",
-    "linear": "reference",
+    "linear": "npu",
     "sampling": "any_device",
     "rms_norm": "npu",
     "rotary_kv": "triton_ascend",
