@@ -102,6 +102,12 @@ class BaseLayout:
     ties_head: bool = False
     fixed: tuple[str, ...] = ()
 
+    def num_experts_of(self, projection: ProjectionSpec) -> int:
+        """Experts of a projection of kind "experts"; 1 of any other."""
+        if projection.kind != "experts":
+            return 1
+        return next(one.num for one in self.experts if projection.name in (one.gate_up, one.down))
+
     @property
     def routers(self) -> tuple[str, ...]:
         """Routers of experts that adapters bind to."""

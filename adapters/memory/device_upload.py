@@ -2,7 +2,8 @@
 
 A CPU needs no copy in between. Elsewhere a part goes to one buffer on the device that the next part reuses, in the
 order of one stream, and one call of `scatter_rows` writes it from there: on a GPU one launch, whatever the adapter's
-modules. The plan that depends only on modules and ranks is made once and reused for adapters with the same.
+modules. The plan that depends only on modules and ranks is made once and reused for adapters with the same. A sum is
+loaded slab by slab of its parts, which lie in host memory as they are for themselves.
 
 Who owns: the buffer lives as long as the pool, and counts beside its budget: at most BUFFER_BYTES, or one tensor of the
 largest adapter. A GPU keeps some 12 bytes per row for each of _MAX_KEPT kinds of adapters.
@@ -10,14 +11,15 @@ largest adapter. A GPU keeps some 12 bytes per row for each of _MAX_KEPT kinds o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from adapters.layout import BaseLayout, Group
+from adapters.layout import BaseLayout, Group, ProjectionSpec
 from adapters.memory.row_allocation import Placement
-from adapters.memory.slab import HostAdapter
+from adapters.memory.slab import AdapterSum, HostAdapter, ranks_of
 from adapters.row_plan import RowPlan
 from kernels.lora.maps import LoraStack
 from kernels.row_scatter import ops as row_scatter_ops
@@ -29,11 +31,12 @@ _MAX_KEPT = 16  # plans; most adapters of a fleet share one
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """Rows of one tensor: `rank` of them from the slab's bytes [start, end), 0 for a slice that is not targeted; what
-    is past them in the range is zero."""
+    """The first `length` rows of a range in one tensor: `rank` of them from the slab's bytes [start, end), 0 for a
+    slice that is not targeted; the others are zero."""
 
     group: Group
     rows: torch.Tensor
+    length: int
     rank: int
     start: int
     end: int
@@ -43,11 +46,13 @@ class _Target:
 class _PartPlan:
     """Bytes [start, end) of a slab and where they go.
 
+    slab     which of a sum's slabs that is: its parts' and its tables' in their order; 0 for an adapter's own
     sources  of the pieces, views of the buffer; None where they lie in each adapter's slab
     """
 
     start: int
     end: int
+    slab: int = 0
     targets: list[_Target] = field(default_factory=list)
     has_tables: bool = False
     pieces: RowPieces = field(default_factory=lambda: RowPieces(()))
@@ -76,7 +81,7 @@ class LoadPart:
         """Write the part into the rows and the tables' columns."""
         sources = self._plan.sources
         if sources is None:
-            sources = _host_sources(self._adapter)
+            sources = _sources(self._plan, self._adapter, self._adapter.slab[self._plan.start : self._plan.end])
         if self._plan.pieces.pieces:
             row_scatter_ops.scatter_rows(self._plan.pieces, sources, self._scatter.starts(placement))
 
@@ -101,8 +106,8 @@ class Scatter:
         self._layout = layout
         self._stacks = stacks
         self._groups = layout.groups
-        self._lengths = plan.length
-        self._plans: dict[tuple[tuple[str, int], ...], list[_PartPlan]] = {}
+        self._length = plan.length
+        self._plans: dict[tuple[Any, ...], list[_PartPlan]] = {}
         self.buffer: torch.Tensor | None = None
         if buffer_bytes:
             self._make_buffer(plan, buffer_bytes)
@@ -118,29 +123,39 @@ class Scatter:
         size = max(min(buffer_bytes, plan.total_bytes), largest)
         self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
 
-    def parts(self, adapter: HostAdapter) -> Iterator[LoadPart]:
+    def parts(self, adapter: HostAdapter | AdapterSum) -> Iterator[LoadPart]:
         """The parts of one load, in order."""
-        key = adapter.shape_key
-        plans = self._plans.get(key)
+        slabs = (adapter,) if isinstance(adapter, HostAdapter) else (*adapter.parts, adapter.tables)
+        plans = self._plans.get(adapter.shape_key)
         if plans is None:
             if len(self._plans) >= _MAX_KEPT:
                 self._plans.clear()
-            plans = self._plans[key] = self._plan(adapter)
-        return (LoadPart(self, plan, adapter) for plan in plans)
+            plans = self._plans[adapter.shape_key] = self._plan(adapter)
+        return (LoadPart(self, plan, slabs[plan.slab]) for plan in plans)
 
-    def _plan(self, adapter: HostAdapter) -> list[_PartPlan]:
+    def _plan(self, adapter: HostAdapter | AdapterSum) -> list[_PartPlan]:
+        if isinstance(adapter, HostAdapter):
+            return self._cut(adapter, self._targets(adapter), 0, has_tables=True)
+        plans = []
+        for index, part in enumerate(adapter.parts):
+            plans += self._cut(part, self._targets_in_sum(adapter, index), index, has_tables=False)
+        return [*plans, *self._cut(adapter.tables, self._behind_sum(adapter), len(adapter.parts), has_tables=True)]
+
+    def _cut(self, adapter: HostAdapter, targets: Iterable[_Target], slab: int, *, has_tables: bool) -> list[_PartPlan]:
+        """Cut a slab and its targets into parts that fit the buffer."""
         limit = adapter.tables_end if self.buffer is None else len(self.buffer)
-        plans = [_PartPlan(0, 0)]
-        for target in self._targets(adapter):
+        plans = [_PartPlan(0, 0, slab)]
+        for target in targets:
             if target.rank and target.end - plans[-1].start > limit:
-                plans.append(_PartPlan(target.start, target.start))
+                plans.append(_PartPlan(target.start, target.start, slab))
             plans[-1].targets.append(target)
             plans[-1].end = max(plans[-1].end, target.end)
-        if adapter.tables_end - plans[-1].start > limit:
-            plans.append(_PartPlan(adapter.tables_start, adapter.tables_start))
-        plans[-1].end, plans[-1].has_tables = adapter.tables_end, True
+        if has_tables:
+            if adapter.tables_end - plans[-1].start > limit:
+                plans.append(_PartPlan(adapter.tables_start, adapter.tables_start, slab))
+            plans[-1].end, plans[-1].has_tables = adapter.tables_end, True
         for plan in plans:
-            plan.pieces = RowPieces(tuple(self._pieces(plan, adapter)))
+            plan.pieces = RowPieces(tuple(self._pieces(plan)))
         return plans
 
     def starts(self, placement: Placement) -> list[int]:
@@ -148,45 +163,72 @@ class Scatter:
         ranges = placement.ranges
         return [*(ranges[group].start if group in ranges else 0 for group in self._groups), placement.place]
 
-    def _pieces(self, plan: _PartPlan, adapter: HostAdapter) -> Iterator[RowPiece]:
+    def _pieces(self, plan: _PartPlan) -> Iterator[RowPiece]:
         for one in plan.targets:
-            length = self._lengths(one.group, adapter.rows[one.group])
-            yield RowPiece(one.rows, one.rank, length, self._groups.index(one.group))
+            yield RowPiece(one.rows, one.rank, one.length, self._groups.index(one.group))
         if plan.has_tables:
             for table in self._tables:
                 yield RowPiece(table, 1, 1, len(self._groups))
 
     def _targets(self, adapter: HostAdapter) -> Iterator[_Target]:
         """In the order of the slab; slices of a group that the adapter has rows in, and does not target, between."""
-        for projection in self._layout.projections:
-            if projection.group not in adapter.rows:
+        for projection, rows, rank, start in self._tensors(adapter):
+            if projection.group in adapter.rows:
+                length = self._length(projection.group, adapter.rows[projection.group])
+                yield _Target(projection.group, rows, length, rank, start, start + rank * _row_bytes(rows))
+
+    def _targets_in_sum(self, whole: AdapterSum, index: int) -> Iterator[_Target]:
+        """Those of one part: of experts, rows in the range of each."""
+        first, widths = whole.firsts[index], ranks_of(self._layout, whole.parts[index])
+        for projection, rows, rank, start in self._tensors(whole.parts[index]):
+            group = projection.group
+            if group not in widths:
                 continue
+            num_experts = self._layout.num_experts_of(projection)
+            num_rows, size = rank // num_experts, rank // num_experts * _row_bytes(rows)
+            for expert in range(num_experts):
+                own = rows[expert * whole.widths[group] + first.get(group, 0) :]
+                at = start + expert * size
+                yield _Target(group, own, widths[group], num_rows, at, at + size)
+
+    def _behind_sum(self, whole: AdapterSum) -> Iterator[_Target]:
+        """The rows between the last part's and the end of each range, which have no source."""
+        for projection, rows, _, _ in self._tensors(whole.tables):
+            num_rows = whole.rows.get(projection.group, 0)
+            if missing := self._length(projection.group, num_rows) - num_rows:
+                yield _Target(projection.group, rows[num_rows:], missing, 0, 0, 0)
+
+    def _tensors(self, adapter: HostAdapter) -> Iterator[tuple[ProjectionSpec, torch.Tensor, int, int]]:
+        """(projection, rows, the adapter's rank there, where its rows begin in its slab), A before B of each slice."""
+        for projection in self._layout.projections:
             stack = self._stacks[projection.name]
             for index, piece in enumerate(projection.slices):
                 held = adapter.slices.get(piece.module)
-                sides = (("a_start", stack.a[index]), ("b_start", stack.b[index]))
-                for name, rows in sides:
-                    rank, start = (0, 0) if held is None else (held.rank, getattr(held, name))
-                    end = start + rank * rows.shape[1] * rows.dtype.itemsize
-                    yield _Target(projection.group, rows, rank, start, end)
+                rank, starts = (0, (0, 0)) if held is None else (held.rank, (held.a_start, held.b_start))
+                for rows, start in zip((stack.a[index], stack.b[index]), starts, strict=True):
+                    yield projection, rows, rank, start
 
     def prepare(self, plan: _PartPlan, adapter: HostAdapter) -> None:
         """Views of the buffer, as the slab's part lies in it, and what `scatter_rows` derives from them."""
         assert self.buffer is not None
-        sources = []
-        for one in plan.targets:
-            if one.rank:
-                piece = self.buffer[one.start - plan.start : one.end - plan.start]
-                sources.append(piece.view(one.rows.dtype).view(one.rank, -1))
-        if plan.has_tables:
-            tables = self.buffer[adapter.tables_start - plan.start : plan.end - plan.start]
-            half = len(tables) // 2
-            sources += [tables[:half].view(torch.int32)[None], tables[half:].view(torch.float32)[None]]
-        plan.sources = tuple(sources)
+        plan.sources = _sources(plan, adapter, self.buffer)
         if plan.pieces.pieces:
             row_scatter_ops.prepare(plan.pieces, plan.sources)
 
 
-def _host_sources(adapter: HostAdapter) -> tuple[torch.Tensor, ...]:
-    sides = (side for one in adapter.slices.values() for side in (one.a, one.b))
-    return (*sides, adapter.ranks[None], adapter.scalings[None])
+def _row_bytes(rows: torch.Tensor) -> int:
+    return rows.shape[1] * rows.dtype.itemsize
+
+
+def _sources(plan: _PartPlan, adapter: HostAdapter, memory: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The sources of a part's pieces, in `memory`, which begins with the part."""
+    sources = []
+    for one in plan.targets:
+        if one.rank:
+            piece = memory[one.start - plan.start : one.end - plan.start]
+            sources.append(piece.view(one.rows.dtype).view(one.rank, -1))
+    if plan.has_tables:
+        tables = memory[adapter.tables_start - plan.start : plan.end - plan.start]
+        half = len(tables) // 2
+        sources += [tables[:half].view(torch.int32)[None], tables[half:].view(torch.float32)[None]]
+    return tuple(sources)

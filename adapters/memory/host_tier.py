@@ -19,6 +19,7 @@ from adapters.files.safetensors_header import Tensor, read_header
 from adapters.layout import TABLE_GROUPS, BaseLayout, Group, ProjectionSpec, Slice
 from adapters.memory.eviction import HeapDecayingLfu
 from adapters.memory.slab import (
+    AdapterSum,
     Arena,
     Extras,
     HostAdapter,
@@ -26,9 +27,11 @@ from adapters.memory.slab import (
     PageableMemory,
     SlabMemory,
     make_adapter,
+    make_sum,
     slab_bytes,
 )
 from adapters.peft.bound_tensors import SCORE, TOKENS, WEIGHT
+from adapters.sums import is_sum, parts_of
 
 _NUMPY: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<i2")}
 # To find a file, read its manifest and header, and begin, costs about as much as reading so many bytes more.
@@ -46,6 +49,8 @@ class HostTier:
     Thread-safe except `get`, which one thread calls at a time. The budget counts the cached adapters; an adapter that
     was
     returned lives on while its user holds it.
+
+    A sum is in memory when all its parts are, and takes none of its own.
 
     is_pinned  use pinned memory, all of the budget allocated at once
     """
@@ -71,8 +76,13 @@ class HostTier:
         self._is_pinned = is_pinned
         self.budget_bytes = budget_bytes
 
-    def kept(self, digest: str) -> HostAdapter | None:
-        """The adapter, if it is in memory; cheap, and counts as a use."""
+    def kept(self, digest: str) -> HostAdapter | AdapterSum | None:
+        """The adapter, or sum, if it is in memory; cheap, and counts as a use."""
+        if is_sum(digest):
+            return self._sum(digest, self._kept_adapter) if self.is_kept(digest) else None
+        return self._kept_adapter(digest)
+
+    def _kept_adapter(self, digest: str) -> HostAdapter | None:
         with self._lock:
             kept = self._kept.get(digest)
             if kept is not None:
@@ -81,12 +91,19 @@ class HostTier:
 
     def is_kept(self, digest: str) -> bool:
         """Whether it is in memory."""
-        return digest in self._kept
+        return all(part in self._kept for part, _ in parts_of(digest))
 
-    def get(self, digest: str) -> HostAdapter:
-        """The adapter, from memory or disk. Raises NotFound when the store has no such digest, Malformed when its
-        files are damaged, Unsupported when its weights overflow the engine's dtype."""
-        kept = self.kept(digest)
+    def get(self, digest: str) -> HostAdapter | AdapterSum:
+        """The adapter, or sum, from memory or disk. Raises NotFound when the store has no such digest, Malformed when
+        its files are damaged, Unsupported when its weights overflow the engine's dtype."""
+        if is_sum(digest):
+            found = self._sum(digest, self._get_adapter)
+            assert found is not None
+            return found
+        return self._get_adapter(digest)
+
+    def _get_adapter(self, digest: str) -> HostAdapter:
+        kept = self._kept_adapter(digest)
         if kept is not None:
             return kept
         adapter = self.read(digest)
@@ -94,12 +111,18 @@ class HostTier:
             self._keep(adapter)
         return adapter
 
+    def _sum(self, digest: str, find: Callable[[str], HostAdapter | None]) -> AdapterSum | None:
+        """The sum, None where one of its parts is not found."""
+        found = [(find(part), weight) for part, weight in parts_of(digest)]
+        parts = [(adapter, weight) for adapter, weight in found if adapter is not None]
+        return make_sum(self._layout, digest, parts) if len(parts) == len(found) else None
+
     def read(self, digest: str) -> HostAdapter:
         """Read the adapter again, into memory of the tier; errors as in `get`."""
         return read_adapter(self._root, self._layout, digest, self._dtype, self.take)
 
     def drop(self, digest: str) -> None:
-        """Forget the adapter; unknown digests are ignored."""
+        """Forget the adapter; unknown digests, and sums, are ignored."""
         with self._lock:
             if digest in self._kept:
                 self._worths.forget(digest)

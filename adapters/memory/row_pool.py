@@ -15,7 +15,7 @@ from adapters.memory.non_lora_pool import BaseFacts, NonLoraPool
 from adapters.memory.row_allocation import Placement, RowAllocation, RowMove
 from adapters.memory.row_ranges import Range
 from adapters.memory.row_tensors import RowsBehindOf, RowTensors
-from adapters.memory.slab import HostAdapter
+from adapters.memory.slab import AdapterSum, HostAdapter
 from adapters.row_plan import plan_rows
 from kernels.lora.maps import LoraStack
 
@@ -39,7 +39,7 @@ class _Copy:
     """A copy under way: its source `adapter`, and the `ranges` that it will write, by group."""
 
     digest: str
-    adapter: HostAdapter
+    adapter: HostAdapter | AdapterSum
     ranges: Mapping[Group, Range]
     mark: CopyEvent
 
@@ -158,10 +158,10 @@ class RowPool:
     # ---- residents
 
     @torch.no_grad()
-    def load(self, digest: str, adapter: HostAdapter, *, may_evict: bool = True) -> CopyEvent | None:
-        """Begin to copy the adapter to the device, unless it has rows. Returns the copy's event; None, with nothing
-        changed, when the adapters in use leave too few rows, or when, without `may_evict`, compacting idle ranges is
-        not enough. Steps may use it after `publish`; until then the caller keeps it pinned.
+    def load(self, digest: str, adapter: HostAdapter | AdapterSum, *, may_evict: bool = True) -> CopyEvent | None:
+        """Begin to copy the adapter, or sum, to the device, unless it has rows. Returns the copy's event; None, with
+        nothing changed, when the adapters in use leave too few rows, or when, without `may_evict`, compacting idle
+        ranges is not enough. Steps may use it after `publish`; until then the caller keeps it pinned.
 
         Raises RowsExceeded when it would not fit an empty pool, or when the kernels do not support its rank: the store
         may
@@ -249,7 +249,7 @@ class RowPool:
 
     # ---- writing
 
-    def _copy(self, adapter: HostAdapter, placement: Placement) -> CopyEvent:
+    def _copy(self, adapter: HostAdapter | AdapterSum, placement: Placement) -> CopyEvent:
         """Copy host -> device, and into the rows, part by part."""
         for part in self._scatter.parts(adapter):
             with self._copies.begin():
@@ -257,6 +257,10 @@ class RowPool:
             self._copies.after_steps()
             with self._copies.begin():
                 part.write(placement)
+        if isinstance(adapter, AdapterSum):
+            with self._copies.begin():
+                self._tensors.scale_parts(placement, adapter)
+            return self._copies.mark()
         if adapter.tokens:
             with self._copies.begin():
                 assert self._base is not None, "trained tokens depend on the base"

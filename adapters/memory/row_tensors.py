@@ -13,7 +13,7 @@ from adapters.layout import BaseLayout, Group, ProjectionSpec
 from adapters.memory.non_lora_pool import BaseFacts
 from adapters.memory.row_allocation import Placement, RowMove
 from adapters.memory.row_ranges import Range, Swap
-from adapters.memory.slab import HostAdapter, give_back_pages
+from adapters.memory.slab import AdapterSum, HostAdapter, give_back_pages
 from adapters.row_plan import RowPlan
 from kernels.lora.maps import LoraStack
 from kernels.row_scatter.ops import swap_rows
@@ -71,7 +71,7 @@ class RowTensors:
             tensors = self._swapped[group] = RowTensorSet(tuple(t for one in stacks for t in (*one.a, *one.b)))
         swap_rows(tensors, swap.low, swap.high, swap.length)
 
-    def note(self, placement: Placement, adapter: HostAdapter) -> None:
+    def note(self, placement: Placement, adapter: HostAdapter | AdapterSum) -> None:
         """Write the place's ranks and scalings to the host's tables; the device's are part of the slab."""
         place, slices = placement.place, adapter.slices
         for module, ranks, scalings in self._host_lines:
@@ -94,6 +94,22 @@ class RowTensors:
                 known = base.rows(projection.name, torch.tensor(token_ids, device=rows.device))
                 held = rows.narrow(0, placement.ranges["embeddings"].start, len(token_ids))
                 held.copy_(held.float() - known)
+
+    def scale_parts(self, placement: Placement, whole: AdapterSum) -> None:
+        """Multiply each part's rows of B by what its share of the sum differs from the slice's scaling in."""
+        scaled, ratios = [], []
+        for projection in self._layout.projections:
+            num_experts = self._layout.num_experts_of(projection)
+            for index, piece in enumerate(projection.slices):
+                held = whole.slices.get(piece.module)
+                for first, rank, ratio in () if held is None else held.ratios:
+                    assert held is not None
+                    rows = self.stacks[projection.name].b[index]
+                    own = rows.narrow(0, placement.ranges[projection.group].start, held.rank)
+                    scaled.append(own.unflatten(0, (num_experts, -1))[:, first : first + rank])
+                    ratios.append(ratio)
+        if scaled:
+            torch._foreach_mul_(scaled, ratios)
 
     def give_back(self, group: Group, free: Sequence[Range]) -> None:
         """On a CPU: release the memory of these rows."""

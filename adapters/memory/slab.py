@@ -13,9 +13,9 @@ import ctypes
 import mmap
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -140,6 +140,46 @@ class HostAdapter:
         return ScoreHead(weight.numpy().copy(), None if bias is None else bias.numpy().copy())
 
 
+@dataclass(frozen=True, slots=True)
+class SumSlice:
+    """A slice of a sum. ratios: (first row, rank, what B is multiplied by) of each part but those of the slice's own
+    scaling; of experts the rows of one."""
+
+    rank: int
+    scaling: float
+    ratios: tuple[tuple[int, int, float], ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterSum:
+    """A sum of adapters (see `adapters.sums`) in host memory, which has its parts there and no weights of its own.
+
+    On the device each part's rows of a group stand behind those of the parts before it, as many as its largest rank in
+    the group, zeros past each rank; of experts, in the rows of each expert.
+
+    firsts  by group, the first row of each part; widths: rows of all parts together
+    rows    as of `HostAdapter`
+    tables  an adapter without modules, which has the ranks and scalings of `slices`
+    """
+
+    digest: str
+    parts: tuple[HostAdapter, ...]
+    firsts: tuple[dict[str, int], ...]
+    widths: dict[str, int]
+    slices: dict[str, SumSlice]
+    rows: dict[str, int]
+    tables: HostAdapter
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(one.num_bytes for one in self.parts)
+
+    @property
+    def shape_key(self) -> tuple[Any, ...]:
+        """Equal for sums whose parts' slabs have the same layouts."""
+        return tuple(one.shape_key for one in self.parts)
+
+
 class SlabMemory(Protocol):
     """Allocator of slabs."""
 
@@ -242,10 +282,7 @@ def make_adapter(
     tables_end = places[-1] + 8 * _num_slices(layout)
     tables = slab[places[-1] : tables_end]
     ranks, scalings = tables[: len(tables) // 2].view(torch.int32), tables[len(tables) // 2 :].view(torch.float32)
-    names = [piece.module for projection in layout.projections for piece in projection.slices]
-    found = [slices.get(name) for name in names]
-    ranks.copy_(torch.tensor([0 if one is None else one.rank for one in found], dtype=torch.int32))
-    scalings.copy_(torch.tensor([0.0 if one is None else one.scaling for one in found]))
+    _fill_tables(layout, ranks, scalings, slices)
     extra_places = _extra_places(tables_end, extras)
     own = {
         key: slab[start : start + shape.numel() * kind.itemsize].view(kind).view(shape)
@@ -266,6 +303,54 @@ def make_adapter(
     )
     weakref.finalize(adapter, memory.give_back, slab).atexit = False
     return adapter
+
+
+def make_sum(layout: BaseLayout, digest: str, parts: Sequence[tuple[HostAdapter, float]]) -> AdapterSum:
+    """The sum of these adapters, each times its weight."""
+    assert not any(one.extras or one.tokens for one, _ in parts), "sums are of LoRA weights alone"
+    firsts: list[dict[str, int]] = []
+    widths: dict[str, int] = {}
+    for one, _ in parts:
+        firsts.append(dict(widths))
+        for group, width in ranks_of(layout, one).items():
+            widths[group] = widths.get(group, 0) + width
+    slices: dict[str, SumSlice] = {}
+    rows: dict[str, int] = {}
+    shares = [(first, one, weight) for first, (one, weight) in zip(firsts, parts, strict=True)]
+    for projection in layout.projections:
+        group, num_experts = projection.group, layout.num_experts_of(projection)
+        for module in (piece.module for piece in projection.slices):
+            held = [(first.get(group, 0), one.slices[module], w) for first, one, w in shares if module in one.slices]
+            if held:
+                slices[module] = _sum_slice(held, widths[group], num_experts)
+                rows[group] = max(rows.get(group, 0), slices[module].rank)
+    memory = PageableMemory()
+    tables = make_adapter(layout, digest, (), torch.float32, memory.take(slab_bytes(layout, (), torch.float32)), memory)
+    _fill_tables(layout, tables.ranks, tables.scalings, slices)
+    return AdapterSum(digest, tuple(one for one, _ in parts), tuple(firsts), widths, slices, rows, tables)
+
+
+def _sum_slice(held: Sequence[tuple[int, HostSlice, float]], width: int, num_experts: int) -> SumSlice:
+    """The slice of (first row, slice, weight) of each part that has it."""
+    factors = [weight * one.scaling for _, one, weight in held]
+    # The largest, so that B is multiplied by 1 at most, and one part is exact in any dtype.
+    scaling = max(factors, key=abs)
+    ratios = tuple(
+        (first, one.rank // num_experts, factor / scaling if scaling else 0.0)
+        for (first, one, _), factor in zip(held, factors, strict=True)
+    )
+    return SumSlice(width * num_experts, scaling, tuple(one for one in ratios if one[2] != 1.0))
+
+
+def ranks_of(layout: BaseLayout, adapter: HostAdapter) -> dict[str, int]:
+    """An adapter's largest rank by projection group; of experts, that of one."""
+    ranks: dict[str, int] = {}
+    for projection in layout.projections:
+        for held in (adapter.slices.get(piece.module) for piece in projection.slices):
+            if held is not None:
+                rank = held.rank // layout.num_experts_of(projection)
+                ranks[projection.group] = max(ranks.get(projection.group, 0), rank)
+    return ranks
 
 
 def pack(
@@ -307,6 +392,14 @@ def _extra_places(tables_end: int, extras: Extras) -> list[int]:
         places.append(_aligned(end))
         end = places[-1] + shape.numel() * dtype.itemsize
     return [*places, end]
+
+
+def _fill_tables(
+    layout: BaseLayout, ranks: torch.Tensor, scalings: torch.Tensor, slices: Mapping[str, HostSlice | SumSlice]
+) -> None:
+    found = [slices.get(piece.module) for projection in layout.projections for piece in projection.slices]
+    ranks.copy_(torch.tensor([0 if one is None else one.rank for one in found], dtype=torch.int32))
+    scalings.copy_(torch.tensor([0.0 if one is None else one.scaling for one in found]))
 
 
 def _num_slices(layout: BaseLayout) -> int:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from adapters.errors import AdapterError, NotFound, RowsExceeded, Unsupported
 from adapters.memory.slab import ScoreHead
+from adapters.sums import parts_of
 from service.engine.ipc.messages import Tier
 from service.engine.loras.demand import AdapterUsers, Wanted
 from service.engine.loras.interfaces import HostSource, Loader, Rows
@@ -128,16 +129,18 @@ class AdapterLoads:
         self._pins.pin(digests)
 
     def evict(self, digest: str) -> None:
-        """Forget an adapter whose files are gone or replaced, on the device and in host memory, as soon as no request
-        runs with it. Requests that still wait for it wait until it has been read again."""
+        """Forget an adapter whose files are gone or replaced, and sums with it, on the device and in host memory, as
+        soon as no request runs with it. Requests that still wait for it wait until it has been read again."""
         if self.residency is None:
             return
         self._hints.pop(digest, None)
-        self._failures.pop(digest, None)  # of the old files; its users have not been failed yet
-        self.residency.evict(digest)
-        wanted = self._users.get(digest)
-        if wanted is not None:
-            wanted.forget_reads()
+        known = (*self._users, *self.residency.known())
+        for one in {digest, *(one for one in known if digest in dict(parts_of(one)))}:
+            self._failures.pop(one, None)  # of the old files; its users have not been failed yet
+            self.residency.evict(one)
+            wanted = self._users.get(one)
+            if wanted is not None:
+                wanted.forget_reads()
         self._users.num_pin_changes += 1
 
     # ---- the scheduler's questions

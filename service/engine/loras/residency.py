@@ -11,6 +11,9 @@
 `_NEXT` has every step from one to another. Reads end in the loader's thread and copies on the device; both are taken
 over by `settle`, in the thread of the steps, and everything else happens there.
 
+A sum of adapters (`adapters.sums`) has a state of its own, but is in host memory by its parts: it is HOST while it is
+held, and else ABSENT.
+
 Who frees: rows are freed by the pool, for others, or here; host memory by the host tier, for others, and when the last
 reference goes, of which COPYING and a held HOST have one. A copy of a score head stays in host memory with the rows.
 """
@@ -27,6 +30,7 @@ from functools import partial
 from typing import Any
 
 from adapters.memory.slab import ScoreHead
+from adapters.sums import is_sum, parts_of
 from service.engine.ipc.messages import Tier
 from service.engine.loras.interfaces import CopyEvent, HostSource, Loader, Rows
 from service.engine.step_records import MAX_RECORDS
@@ -118,6 +122,10 @@ class Residency:
         if state is AdapterState.ABSENT and self._host.is_kept(digest):
             return "host"
         return _TIERS.get(state, "disk")
+
+    def known(self) -> Collection[str]:
+        """All that are not ABSENT."""
+        return self._states.keys()
 
     def num_in(self, state: AdapterState) -> int:
         """Adapters of a state other than ABSENT."""
@@ -297,6 +305,7 @@ class Residency:
             if state is AdapterState.HOST:
                 assert digest in self._held or self._host.is_kept(digest), f"{digest}: in no host memory"
         assert self._heads.keys() <= with_rows, "heads of adapters without rows"
+                assert digest in self._held or self._stays(digest), f"{digest}: in no host memory"
         assert with_rows <= self._states.keys(), "rows of adapters that are not there"
         assert all(self.state_of(digest) in (AdapterState.HOST, AdapterState.COPYING) for digest in self._held)
         assert all(self.state_of(digest) in (AdapterState.DEVICE, AdapterState.STALE) for digest in self._pinned)
@@ -332,7 +341,10 @@ class Residency:
     def _end_read(self, digest: str, host: Any, error: Exception | None, seconds: float) -> ReadEnd:
         self._unended.remove(digest)
         if self.state_of(digest) is AdapterState.STALE:
-            self._host.drop(digest)
+            for part, _ in parts_of(digest):  # any of them may be the one whose files were replaced
+                self._host.drop(part)
+                if self.state_of(part) is AdapterState.HOST and part not in self._held:
+                    self._after_host(part)
             self._to(digest, AdapterState.ABSENT)
             return ReadEnd(digest, error, was_stale=True)
         if host is None:
@@ -360,14 +372,18 @@ class Residency:
         """Update the states of adapters that were evicted, on the device and in host memory."""
         for digest in self.rows.take_evicted():
             self.evictions["device"] += 1
-            self._to(digest, AdapterState.HOST if self._host.is_kept(digest) else AdapterState.ABSENT)
+            self._to(digest, AdapterState.HOST if self._stays(digest) else AdapterState.ABSENT)
         for digest in self._host.take_evicted():
             self.evictions["host"] += 1
             if self.state_of(digest) is AdapterState.HOST and digest not in self._held:
                 self._after_host(digest)
 
+    def _stays(self, digest: str) -> bool:
+        """Whether the tier keeps it by itself."""
+        return not is_sum(digest) and self._host.is_kept(digest)
+
     def _after_host(self, digest: str) -> None:
-        if not self._host.is_kept(digest):
+        if not self._stays(digest):
             self._to(digest, AdapterState.ABSENT)
 
     def _end_stale(self, digest: str) -> None:

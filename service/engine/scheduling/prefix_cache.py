@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from adapters.sums import parts_of
 from service.engine.scheduling.kv_blocks import BlockPool
 from service.engine.scheduling.prefix_trie import Node, PrefixTrie, Scope
 from service.engine.scheduling.state_lines import StateLines
@@ -265,12 +266,14 @@ class PrefixCache:
         self._blocks.take_back(self.trie.drop(nodes[way.first_own :]))
 
     def drop_adapter(self, digest: str) -> None:
-        """Drop what was computed with an adapter, in all scopes. Its files were deleted or damaged: sequences that run
-        with it publish no more, and none joins before it has been read again."""
-        tag, tag_start = digest.encode(), (self._block_size + 1) * _TOKEN_BYTES
-        self._blocks.take_back(self.trie.drop([node for node in self.trie.nodes if node.part[tag_start:] == tag]))
+        """Drop what was computed with an adapter, or with a sum that has it, in all scopes. Its files were deleted or
+        damaged: sequences that run with it publish no more, and none joins before it has been read again."""
+        tag_start = (self._block_size + 1) * _TOKEN_BYTES
+        self._blocks.take_back(
+            self.trie.drop([node for node in self.trie.nodes if _has_part(node.part[tag_start:], digest)])
+        )
         for way in self._ways.values():
-            if way.tag == tag and way.node is not None:
+            if _has_part(way.tag, digest) and way.node is not None:
                 self._publish_no_more(way)
 
     def reset(self) -> None:
@@ -405,3 +408,8 @@ class PrefixCache:
         way.node = None
         way.sequence.publish_at = NEVER
         self.lines.publish_no_more(way.sequence)
+
+
+def _has_part(tag: bytes, digest: str) -> bool:
+    """Whether a tag is an adapter's, or that of a sum with it."""
+    return any(part == digest for part, _ in parts_of(tag.decode()))
