@@ -65,6 +65,11 @@ class RowPlan:
         """Rows that a range for `rank` takes."""
         return -(-rank // self.alignment) * self.alignment
 
+    def rank_of(self, rows: Mapping[str, int]) -> int:
+        """The largest rank of an adapter that takes so many rows; of experts, that of one."""
+        ranks = (num // (self.num_experts if group == "experts" else 1) for group, num in rows.items())
+        return max(ranks, default=0)
+
     def group_too_small(self, rows: Mapping[str, int]) -> Group | None:
         """The first group in which `rows` could never fit, None if it fits an empty pool."""
         for group in (*self.rows, *NON_LORA_GROUPS):

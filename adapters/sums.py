@@ -61,4 +61,6 @@ def what_cannot_be_added(manifest: Manifest) -> str | None:
     found = [words for group, words in MEANINGS.items() if group in manifest.rows]
     if any(module.token_ids for module in manifest.modules):
         found.append("trained tokens")
+    if manifest.labels:
+        found.append("a score head")
     return next(iter(found), None)

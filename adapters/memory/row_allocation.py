@@ -117,8 +117,7 @@ class RowAllocation:
     def check_size(self, rows: Mapping[str, int]) -> None:
         """Raises RowsExceeded when an adapter of so many rows would not fit an empty pool, or when the kernels do not
         take its rank."""
-        ranks = (num // (self.plan.num_experts if group == "experts" else 1) for group, num in rows.items())
-        rank, max_rank = max(ranks, default=0), self.plan.max_rank
+        rank, max_rank = self.plan.rank_of(rows), self.plan.max_rank
         if max_rank is not None and rank > max_rank:
             raise RowsExceeded(
                 f"The adapter has rank {rank}; the kernels of this device take ranks up to {max_rank}. Upload it with "

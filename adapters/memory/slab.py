@@ -175,6 +175,11 @@ class AdapterSum:
         return sum(one.num_bytes for one in self.parts)
 
     @property
+    def score_head(self) -> ScoreHead | None:
+        """None: a sum has no score head."""
+        return None
+
+    @property
     def shape_key(self) -> tuple[Any, ...]:
         """Equal for sums whose parts' slabs have the same layouts."""
         return tuple(one.shape_key for one in self.parts)

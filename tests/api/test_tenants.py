@@ -22,7 +22,7 @@ from service.server.app import create_app
 from service.settings import load_settings
 from service.tenants.edit import add_key, revoke_key
 from service.tenants.keys_file import SCOPES, Scope
-from tests.api.conftest import BASE, Checkpoints
+from tests.api.conftest import BASE, ENDLESS, Checkpoints
 from tests.support.http.scripted_server import got
 from tests.support.http.server import Server, running_server, standing_still, wait_for
 from tests.support.http.uploads import MULTIPART, multipart, parts_of
@@ -485,6 +485,47 @@ def _is_limit(answer: httpx.Response) -> bool:
     assert answer.json()["error"]["type"] == "rate_limit_error"
     assert int(answer.headers["Retry-After"]) >= 1
     return True
+
+
+class TestSums:
+    """Of adapters with weights, each of which is the caller's to use or not."""
+
+    def test_each_adapter_must_be_the_caller_s_to_use(
+        self, keyed: Keyed, acme: dict[str, str], zeta: dict[str, str]
+    ) -> None:
+        body = {"prompt": "the", "max_tokens": 2}
+        for name, headers, status in (("mine", acme, 200), ("acme/mine", zeta, 404), ("nobody", zeta, 404)):
+            for weight in (0.5, 0):
+                asked = [{"name": "default/alpha", "weight": 0.5}, {"name": name, "weight": weight}]
+                answer = keyed.ask("POST", "/v1/completions", headers, json={**body, "model": asked})
+                assert answer.status_code == status, answer.text
+                if status == 404:
+                    assert answer.json()["error"]["message"].startswith(f"The model `{name}` does not exist")
+                elif weight:
+                    assert answer.json()["model"] == "default/alpha * 0.5 + mine * 0.5"
+
+    def test_one_that_runs_keeps_the_versions_it_began_with(self, keyed: Keyed, checkpoints: Checkpoints) -> None:
+        """Its adapter moves and is deleted meanwhile; then nothing of it is left."""
+        headers, server = keyed.key("moving"), keyed.server
+        parts = parts_of(checkpoints.spare)
+        config = json.loads(parts["adapter_config"][1]) | {"lora_alpha": 5}  # nobody else's content
+        parts["adapter_config"] = ("adapter_config.json", json.dumps(config).encode())
+        digest = keyed.ask("PUT", "/v1/adapters/own", headers, files=parts).json()["digest"]
+        asked = [{"name": "own", "weight": 0.5}, {"name": "default/gamma", "weight": 0.5}]
+        body = {**ENDLESS, "model": asked, "stream": True}
+        with server.http.stream("POST", f"{server.url}/v1/completions", json=body, headers=headers) as running:
+            events = (json.loads(line.removeprefix("data: ")) for line in running.iter_lines() if line)
+            began = next(events)["system_fingerprint"]
+            parts = parts_of(checkpoints.adapters / "beta")
+            assert keyed.ask("PUT", "/v1/adapters/own", headers, files=parts).status_code == 201
+            short = {**body, "max_tokens": 2, "stream": False}
+            later = keyed.ask("POST", "/v1/completions", headers, json=short).json()
+            assert later["system_fingerprint"] != began
+            assert keyed.ask("DELETE", "/v1/adapters/own", headers).status_code == 200
+            assert keyed.ask("POST", "/v1/completions", headers, json=short).status_code == 404
+            assert {next(events)["system_fingerprint"] for _ in range(20)} == {began}
+            assert list(server.store_dir.glob(f"*/adapters/{digest}"))
+        wait_for(lambda: not list(server.store_dir.glob(f"*/adapters/{digest}")), "the files to go")
 
 
 class TestLimits:

@@ -21,7 +21,7 @@ from uuid import uuid4
 import msgspec
 
 from service.api.admission.grammar import requested_grammar
-from service.api.admission.model_resolution import ResolvedModel, resolve
+from service.api.admission.model_resolution import ResolvedModel, resolve_request
 from service.api.admission.prompts import Prompt, num_answer_tokens, raw_prompts, rendered, tokenized
 from service.api.admission.sampling import (
     TokenLists,
@@ -138,7 +138,7 @@ async def admit(
         if places is not None:
             undo.callback(places.release)
         ready = services.require_ready()
-        target = resolve(services, caller, request.model, request.adapter_id)
+        target = resolve_request(services, caller, request)
         undo.callback(target.release)
         # Before any text is looked at, so that no more requests than fit in the queue cost anything.
         if places is None:

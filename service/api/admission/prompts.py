@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from adapters.files.manifest import Manifest
 from adapters.files.paths import DEFAULT_TEMPLATE
 from service.api.admission.model_resolution import ResolvedModel
 from service.api.admission.parsers import (
@@ -262,21 +263,38 @@ def _cost_chars(variables: Any) -> int:
     return num_chars
 
 
-def special_tokens_of(services: Services, target: ResolvedModel) -> dict[str, str]:
-    """The special tokens that a model's chat templates see: the base's, or what an adapter has in their place."""
-    tokens = {**services.tokenizer.special_tokens, **target.changed_tokens}
-    return {name: text for name, text in tokens.items() if text is not None}
-
-
 def templates_of(services: Services, target: ResolvedModel) -> dict[str, ChatTemplate | AdapterTemplate]:
     """The chat templates of a model by name: those that an adapter ships, and of the base all if it ships none, or else
-    the usual one where it has none of its own. Reads files."""
-    tokens, own = special_tokens_of(services, target), dict[str, ChatTemplate | AdapterTemplate]()
-    if target.digest is not None and target.has_template:
-        own |= services.adapter_templates(target.digest, tokens)
+    the usual one where it has none of its own. Reads files. BadRequest for a sum of adapters that have other ones."""
+    if not target.parts:
+        return dict(services.templates)
+    first, *others = (_templates_with(services, part.manifest) for part in target.parts)
+    for other, part in zip(others, target.parts[1:], strict=True):
+        if _sources(other) != _sources(first) or part.manifest.special_tokens != target.changed_tokens:
+            names = " and ".join(repr(one.shown_name) for one in (target.parts[0], part))
+            raise BadRequest(
+                f"The adapters {names} have different chat templates, and a chat has one; send the prompt to "
+                "/v1/completions.",
+                param="messages",
+            )
+    return first
+
+
+def _sources(templates: Mapping[str, ChatTemplate | AdapterTemplate]) -> dict[str, str]:
+    return {name: template.source for name, template in templates.items()}
+
+
+def _templates_with(services: Services, manifest: Manifest) -> dict[str, ChatTemplate | AdapterTemplate]:
+    """Those of an adapter."""
+    changed = manifest.special_tokens
+    # The special tokens that they see: the base's, or what the adapter has in their place.
+    told = {name: text for name, text in {**services.tokenizer.special_tokens, **changed}.items() if text is not None}
+    own: dict[str, ChatTemplate | AdapterTemplate] = {}
+    if manifest.has_chat_template:
+        own |= services.adapter_templates(manifest.digest, told)
     of_base = {name: one for name, one in services.templates.items() if not own or name == DEFAULT_TEMPLATE}
-    if target.changed_tokens:
-        of_base = {name: one.with_special_tokens(tokens) for name, one in of_base.items()}
+    if changed:
+        of_base = {name: one.with_special_tokens(told) for name, one in of_base.items()}
     return {**of_base, **own}
 
 

@@ -204,9 +204,9 @@ def _prompts(
 
 def _classifier_tokens(services: Services, target: ResolvedModel) -> tuple[str, ...]:
     """The tokens that say no and yes; none where the model is no yes/no reranker."""
-    own = () if target.lease is None else target.lease.record.manifest.classifier_from_token
+    own = target.parts[0].manifest.classifier_from_token if len(target.parts) == 1 else ()
     return own or services.settings.classifier_from_token
 
 
 def _named(target: ResolvedModel) -> str:
-    return "The base" if target.lease is None else f"The adapter {quoted(target.shown_name)!r}"
+    return "The base" if not target.parts else f"The adapter {quoted(target.shown_name)!r}"

@@ -86,8 +86,7 @@ def note_job(request: Request, job: GenerationJob, names: Mapping[str, str] = Ma
     which the client calls some by other `names`."""
     notes = notes_of(request)
     notes.fields["model"] = f"{notes.fields['model']},{job.full_name}" if "model" in notes.fields else job.full_name
-    if job.version is not None:
-        version = f"{job.full_name}@{job.version.number}:{job.version.digest[:12]}"
+    if (version := job.logged_version) is not None:
         notes.fields["version"] = f"{notes.fields['version']},{version}" if "version" in notes.fields else version
     notes.jobs.append(job)
     job.request_id = request.scope["multilora.request_id"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from functools import partial
+from hashlib import sha256
 
 from adapters.errors import AdapterError
 from adapters.files.name_versions import Version
@@ -53,12 +54,12 @@ class GenerationJob:
         self._seen_digest = admitted.target.digest  # of the newest version that the name is known to stand for
         self._leased: list[ResolvedModel] = []  # versions that sequences have gone on with, or are to
         # The version that has made the latest token, or is to make the first.
-        self._version = None if admitted.target.lease is None else admitted.target.lease.record.version
+        self._version = admitted.target.version
         self.plans, self._is_part = (admitted.plans, False) if part is None else (part, True)
         self.runs: list[SequenceRun] = []
         self._num_untold = len(self.plans)
-        if self._target.lease is not None:
-            services.used(self._target.name)
+        for part_of in self._target.parts:
+            services.used(part_of.record.name)
         try:
             for index, plan in enumerate(self.plans):
                 on_news = partial(self._note, index)
@@ -87,25 +88,42 @@ class GenerationJob:
 
     @property
     def full_name(self) -> str:
-        """The answering model under the store's name, for logs and metrics."""
-        return without_root(self._target.name)
+        """The answering model under the store's name, for logs; of a sum those of its parts."""
+        names = "+".join(without_root(part.record.name) for part in self._target.parts)
+        return names or self._target.name
 
     @property
     def adapter(self) -> str | None:
-        """The answering adapter's version under the caller's name, and its digest; None for the base."""
+        """The answering adapter's version under the caller's name, and its digest; of a sum those of its parts with
+        their weights; None for the base."""
+        if self._target.is_sum:
+            told = ((part, f"{part.shown_name}@{part.record.version.number}") for part in self._target.parts)
+            return " + ".join(f"{name} sha256:{part.record.digest} * {part.weight}" for part, name in told)
         version = self.version
         return None if version is None else f"{self.name}@{version.number} sha256:{version.digest}"
 
     @property
     def version(self) -> Version | None:
-        """The answering adapter's version; None for the base. Of several the one that has made the latest token."""
+        """The answering adapter's version; None for the base and for sums. Of several the one that has made the latest
+        token."""
         return self._version
+
+    @property
+    def logged_version(self) -> str | None:
+        """The answering adapters' versions for the log; None for the base."""
+        if self._target.is_sum:
+            return "+".join(f"{part.record.reference}:{part.record.digest[:12]}" for part in self._target.parts)
+        version = self.version
+        return None if version is None else f"{self.full_name}@{version.number}:{version.digest[:12]}"
 
     @property
     def fingerprint(self) -> str:
         """Fingerprint of the weights that answer: it changes with the digest of the base or of the adapter."""
         version = self.version
-        return f"fp_{self._base_digest}" if version is None else f"fp_{self._base_digest}_{version.digest[:16]}"
+        digest = None if version is None else version.digest
+        if self._target.is_sum:
+            digest = sha256((self._target.digest or "").encode()).hexdigest()
+        return f"fp_{self._base_digest}" if digest is None else f"fp_{self._base_digest}_{digest[:16]}"
 
     @property
     def num_completion_tokens(self) -> int:
@@ -192,8 +210,8 @@ class GenerationJob:
             return
         self._leased.append(newest)
         self._seen_digest = newest.digest
-        assert newest.lease is not None and self._target.lease is not None, "an adapter's name"
-        before, after = self._target.lease.record, newest.lease.record
+        assert newest.parts and self._target.parts, "an adapter's name"
+        before, after = self._target.parts[0].record, newest.parts[0].record
         reason = obstacle(self._services, before.manifest, after.manifest)
         for run in self.runs:
             if reason is None:

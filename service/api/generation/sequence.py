@@ -106,7 +106,7 @@ class SequenceRun:
     def _submit(self, target: ResolvedModel) -> None:
         plan, tenant, start = self._plan, self._tenant, target.start_in(self._plan.prompt.token_ids)
         # The version that has made the last token, or makes the first; and those that it was asked to go on with.
-        self._version = None if start is None or target.lease is None else target.lease.record.version
+        self._version = None if start is None else target.version
         self._next_versions: dict[str, Version] = {}
         adapter = (None, {}) if start is None else (target.digest, target.adapter_rows)
         self._messages = self._services.engine.submit(
@@ -162,9 +162,9 @@ class SequenceRun:
     def move(self, target: ResolvedModel) -> None:
         """Go on with another version of the adapter, or begin anew with it, as `on_new_version` says. `digests` are
         leased."""
-        if self.is_over or self._version is None or target.lease is None:
+        version = target.version
+        if self.is_over or self._version is None or version is None:
             return
-        version = target.lease.record.version
         if self._plan.on_new_version == "restart":
             if version.digest == self._version.digest:
                 return

@@ -22,6 +22,8 @@ from service.engine.ipc.messages import Tier
 
 # Series of adapters that are called "deleted:", which no adapter can be.
 DELETED = "deleted:"
+# And those of sums of adapters, of which there may be any number.
+SUMS = "sums:"
 # Names in each list of `vllm:lora_requests_info`: it is one line, and routers look for few. As many adapters of the
 # device and of host memory are told one by one.
 MOST_LISTED = 100
@@ -81,7 +83,7 @@ class AdapterMetrics:
     def __init__(self, base_name: str, most_shown: int) -> None:
         self._base_name = base_name
         self._most_shown = most_shown
-        self._known = {base_name}
+        self._known = {base_name, SUMS}
         self._counts: dict[str, _Counts] = {}
         self._waiting: Counter[str] = Counter()
         self._running: Counter[str] = Counter()
@@ -207,7 +209,8 @@ class AdapterMetrics:
         yield from (requests, loaded, *(GaugeMetricFamily(f"vllm:{name}", what, n) for name, what, n in counts))
 
     def _listed(self, sequences: Counter[str], more: Collection[str] = ()) -> str:
-        names = [name for name, _ in Counter(dict(sequences)).most_common(MOST_LISTED + 1) if name != self._base_name]
+        others = (self._base_name, SUMS)
+        names = [name for name, _ in Counter(dict(sequences)).most_common(MOST_LISTED + 2) if name not in others]
         names = list(dict.fromkeys((*map(self._shown, names), *more)))
         return ",".join(names[: _num_listed(names)])
 

@@ -12,7 +12,7 @@ from fastapi.responses import Response
 from pydantic import Field, ValidationError, model_validator
 
 from service.api.access.auth import caller_of
-from service.api.admission.model_resolution import resolve_name
+from service.api.admission.model_resolution import shared_name
 from service.api.admission.pipeline import (
     Admitted,
     admit,
@@ -203,7 +203,7 @@ def _bound_logprobs(checked: list[_Checked | Exception]) -> None:
 def _model_of(services: Services, request: ChatRequest | CompletionRequest) -> str:
     """The name of what the item asks for, known or not."""
     try:
-        return resolve_name(services, request.model, request.adapter_id) or services.settings.base_name
+        return shared_name(services, request)
     except BadRequest:
         return ""  # the item will be refused for it
 

@@ -89,9 +89,9 @@ async def get_model(request: Request, model: str) -> ModelCard:
     services = services_of(request)
     target = resolve(services, caller_of(request), model)
     try:
-        if target.lease is None:
+        if not target.parts:
             return ModelCard(**_base_card(services, _limit_tokens(services)))
-        record = target.lease.record
+        record = target.parts[0].record
         name = f"{target.shown_name}@{record.version.number}" if "@" in model else target.shown_name
         version = record.version
         root, made = version.root or version.digest, version.created_at_seconds

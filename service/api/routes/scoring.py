@@ -45,12 +45,12 @@ class _Outputs:
     """The engine's answers to all prompts, and who has answered."""
 
     def __init__(self, held: Admitted, job: GenerationJob, pieces: list[OutputChunk]) -> None:
-        lease = held.target.lease
+        parts = held.target.parts
         self.model = job.name
         self.labels = held.target.labels
         self.pieces = pieces
         self.usage = {"prompt_tokens": num_tokens_of(held), "total_tokens": num_tokens_of(held)}
-        self._problem_type = "" if lease is None else lease.record.manifest.problem_type
+        self._problem_type = parts[0].manifest.problem_type if parts else ""
 
     def numbers(self, piece: OutputChunk, body: PooledRequest) -> array[float]:
         """The head's probabilities of a prompt, float32 [labels], or its logits where no activation is asked for."""

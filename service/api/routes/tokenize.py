@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 from adapters.files.paths import DEFAULT_TEMPLATE
 from service.api.access.auth import caller_of
 from service.api.adapter_routes.listing import listing
-from service.api.admission.model_resolution import resolve
+from service.api.admission.model_resolution import resolve, resolve_request
 from service.api.admission.prompts import MAX_TEXT_CHARS, Prompt, encoded, rendered, templates_of, tokenized
 from service.api.errors import BadRequest
 from service.api.http.json_body import JsonRoute
@@ -72,7 +72,10 @@ async def _token_names(services: Services, prompt: Prompt) -> list[str]:
 
 async def prompt_of(services: Services, caller: Caller, body: TokenizeRequest | ChatRequest) -> Prompt:
     """The prompt that the body makes. Raises as admission does."""
-    target = resolve(services, caller, body.model, body.adapter_id if isinstance(body, ChatRequest) else None)
+    if isinstance(body, ChatRequest):
+        target = resolve_request(services, caller, body)
+    else:
+        target = resolve(services, caller, body.model)
     try:
         if isinstance(body, ChatRequest) or body.messages is not None:
             return (await tokenized(services, body, await rendered(services, target, body)))[0]

@@ -4,18 +4,21 @@ parameters, so that none is dropped in silence."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import fastapi
 from pydantic import (
     BaseModel,
     ConfigDict,
+    Discriminator,
     Field,
     GetJsonSchemaHandler,
+    Tag,
     model_validator,
 )
 from pydantic_core import CoreSchema, PydanticCustomError
 
+from adapters.sums import MAX_PARTS, MAX_WEIGHT
 from service.api.errors import BadRequest, quoted
 from service.api.schema.unserved_fields import UnservedField
 
@@ -127,3 +130,71 @@ def _refuse_repeats(request: fastapi.Request) -> None:
 
 # For routes whose parameters have one value each, but for lists: of two, one would be dropped.
 each_once = fastapi.Depends(_refuse_repeats)
+
+
+Weight = Annotated[float, Field(ge=-MAX_WEIGHT, le=MAX_WEIGHT)]
+
+
+class WeightedAdapter(Request):
+    """An adapter in a sum."""
+
+    name: Annotated[str, Field(min_length=1)]
+    weight: Weight = Field(1.0, description=f"what it is multiplied by, -{MAX_WEIGHT:g} to {MAX_WEIGHT:g}")
+
+
+class LlamaAdapter(Request):
+    """The same as llama.cpp's clients have it."""
+
+    id: Annotated[str, Field(min_length=1, description="an adapter's name; numbers are refused")]
+    scale: Weight
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_numbers(cls, value: Any) -> Any:
+        number = value.get("id") if isinstance(value, dict) else None
+        if isinstance(number, (int, float)) and not isinstance(number, bool):
+            raise field_error("id", "`id` is a number; adapters have names here, listed by GET /v1/models: send one.")
+        return value
+
+
+_ModelName = Annotated[
+    Annotated[str, Tag("name")]
+    | Annotated[list[WeightedAdapter], Field(min_length=1, max_length=MAX_PARTS), FIRST, Tag("sum")],
+    Discriminator(lambda value: "sum" if isinstance(value, list) else "name"),
+]
+
+
+class Answering(Request):
+    """The fields that name the model that answers."""
+
+    model: _ModelName | None = Field(
+        None, description="the base's name (the default), an adapter's name, `base:adapter`, or as `adapters`"
+    )
+    adapter_id: Annotated[str, Field(min_length=1)] | None = Field(
+        None, description="an adapter's name; if `model` names one too it must be the same"
+    )
+    adapters: Annotated[list[WeightedAdapter], Field(max_length=MAX_PARTS), FIRST] | None = Field(
+        None, description=f"`name` and `weight` of up to {MAX_PARTS} adapters, added up; `model` names none then"
+    )
+    lora: Annotated[list[LlamaAdapter], Field(max_length=MAX_PARTS), FIRST] | None = Field(
+        None, description="as `adapters`: llama.cpp's `id`, here a name, and `scale`"
+    )
+
+    @model_validator(mode="after")
+    def _check_sum(self) -> Answering:
+        named = [name for name in ("adapters", "lora") if getattr(self, name)]
+        named = ["model", *named] if isinstance(self.model, list) else named
+        if named and self.adapter_id:
+            named.append("adapter_id")
+        if len(named) > 1:
+            raise field_error(named[1], f"`{named[0]}` and `{named[1]}` both name adapters; send one of them.")
+        return self
+
+    @property
+    def summed(self) -> tuple[str, list[tuple[str, float]]] | None:
+        """The field with the adapters of a sum, their names and weights; None where one model is named, or none."""
+        if isinstance(self.model, list):
+            return "model", [(one.name, one.weight) for one in self.model]
+        if self.adapters:
+            return "adapters", [(one.name, one.weight) for one in self.adapters]
+        return ("lora", [(one.id, one.scale) for one in self.lora]) if self.lora else None

@@ -23,6 +23,7 @@ _TEXTS = ("text_1", "text_2", "queries", "documents")
 # Fields of several types: below them pydantic's path goes on with the name of the type that it tried.
 _UNIONS = frozenset(
     {
+        "model",
         "prompt",
         "stop",
         "system",

@@ -7,10 +7,9 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from service.api.schema.answers import Response, Usage
-from service.api.schema.base import field_error
+from service.api.schema.base import Answering, field_error
 from service.api.schema.generation_answers import AdapterVersionStart, ChatLogprobs, FinishReason, PromptLogprobs
 from service.api.schema.requests import (
-    Answering,
     CacheSalt,
     CompletionRequest,
     OnNewVersion,
@@ -22,7 +21,7 @@ from service.api.schema.unserved_fields import GENERATE_FIELDS, GENERATE_SAMPLIN
 
 # Fields of a completion that the body has, or that the answer does not depend on.
 _NO_SAMPLING = frozenset(
-    {"prompt", "model", "adapter_id", "cache_salt", "stream", "stream_options", "echo", "add_special_tokens"}
+    {*Answering.model_fields, "prompt", "cache_salt", "stream", "stream_options", "echo", "add_special_tokens"}
     | {"on_new_version"}
     | {"return_token_ids", "return_tokens_as_token_ids"}
 )
@@ -71,7 +70,7 @@ class GenerateRequest(Answering):
 
     def as_completion(self) -> CompletionRequest:
         """The same request to /v1/completions, whose answer is in tokens."""
-        names = ("model", "adapter_id", "cache_salt", "on_new_version", "stream", "stream_options")
+        names = (*Answering.model_fields, "cache_salt", "on_new_version", "stream", "stream_options")
         given = {name: getattr(self, name) for name in names}
         in_tokens = {"prompt": self.token_ids, "return_token_ids": True, "return_tokens_as_token_ids": True}
         return self.sampling_params.model_copy(update={**given, **in_tokens})

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, create_model, model_validator
 
 from kernels.sampling.parameters import PARAMETERS, Parameter
-from service.api.schema.base import FIRST, Request, bounded, field_error, value_fault
+from service.api.schema.base import FIRST, Answering, Request, bounded, field_error, value_fault
 from service.api.schema.chat_messages import ChatMessage, TemplateVariables
 from service.api.schema.response_formats import JsonSchema, ResponseFormat, StructuredOutputs
 from service.api.schema.tools import MAX_TOOLS, ToolChoice, ToolList, check_tool_choice, check_tools
@@ -62,15 +62,6 @@ class StreamOptions(Request):
     def counts_each_chunk(self) -> bool:
         """Whether every chunk has the token counts so far."""
         return bool(self.include_usage and self.continuous_usage_stats)
-
-
-class Answering(Request):
-    """The field `model`, which names the model that answers."""
-
-    model: str | None = Field(None, description="the base's name (the default), an adapter's name, or `base:adapter`")
-    adapter_id: Annotated[str, Field(min_length=1)] | None = Field(
-        None, description="an adapter's name; if `model` names one too it must be the same"
-    )
 
 
 def _asked(parameter: Parameter) -> tuple[Any, Any]:

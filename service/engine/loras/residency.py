@@ -303,9 +303,8 @@ class Residency:
                 state is AdapterState.READING or (state is AdapterState.STALE and not has_rows)
             )
             if state is AdapterState.HOST:
-                assert digest in self._held or self._host.is_kept(digest), f"{digest}: in no host memory"
-        assert self._heads.keys() <= with_rows, "heads of adapters without rows"
                 assert digest in self._held or self._stays(digest), f"{digest}: in no host memory"
+        assert self._heads.keys() <= with_rows, "heads of adapters without rows"
         assert with_rows <= self._states.keys(), "rows of adapters that are not there"
         assert all(self.state_of(digest) in (AdapterState.HOST, AdapterState.COPYING) for digest in self._held)
         assert all(self.state_of(digest) in (AdapterState.DEVICE, AdapterState.STALE) for digest in self._pinned)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ import torch
 from adapters.layout import BaseLayout, Experts, ProjectionSpec, Slice
 from adapters.memory.host_tier import HostTier
 from adapters.memory.row_pool import RowPool
-from adapters.memory.slab import AdapterSum, HostAdapter, make_sum
+from adapters.memory.slab import AdapterSum, HostAdapter, HostSlice, make_sum
 from adapters.store.store import AdapterStore, StoreLimits
 from adapters.sums import MAX_PARTS, digest_of, parts_of, rows_of
 from tests.adapters.memory.test_row_pool import assert_holds, budget_for, make_host_adapter
@@ -68,33 +68,37 @@ LAYOUT = layout()
 MODULES = {piece.module: one for one in LAYOUT.projections for piece in one.slices}
 
 
-def deltas(a: torch.Tensor, b: torch.Tensor, scaling: float, module: str) -> torch.Tensor:
+def deltas(held: HostSlice, num_experts: int, scaling: float) -> torch.Tensor:
     """float64 [experts, out, in]"""
-    num = LAYOUT.num_experts_of(MODULES[module])
-    a, b = (side.double().unflatten(0, (num, -1)) for side in (a, b))
+    a, b = (side.double().unflatten(0, (num_experts, -1)) for side in (held.a, held.b))
     return scaling * b.transpose(1, 2) @ a
 
 
-def assert_holds_sum(pool: RowPool, whole: AdapterSum, parts: list[tuple[HostAdapter, float]]) -> None:
+def assert_holds_sum(
+    pool: RowPool, layout: BaseLayout, digest: str, parts: Sequence[tuple[HostAdapter, float]]
+) -> None:
     """The rows of the device multiply to the weighted sum of the parts' products, with zeros behind them."""
-    place = pool.place_of(whole.digest)
+    place = pool.place_of(digest)
     assert place is not None
-    for projection in LAYOUT.projections:
-        stack = pool.stack(projection.name)
+    for projection in layout.projections:
+        stack, num_experts = pool.stack(projection.name), layout.num_experts_of(projection)
+        num_rows = sum(one.rows.get(projection.group, 0) for one, _ in parts)
         first = pool.first_rows(place)[stack.group]
-        end = first + pool.plan.aligned(whole.rows.get(projection.group, 0))
+        end = first + pool.plan.aligned(num_rows)
+        assert (first >= 0) == (num_rows > 0)
         for index, module in enumerate(piece.module for piece in projection.slices):
             rank, scaling = int(stack.ranks[index, place]), float(stack.scalings[index, place])
-            assert (rank, pytest.approx(scaling)) == (stack.host_ranks[index][place], stack.host_scalings[index][place])
+            assert rank == stack.host_ranks[index][place]
+            assert scaling == pytest.approx(stack.host_scalings[index][place])
             held = [(one.slices[module], weight) for one, weight in parts if module in one.slices]
-            assert bool(rank) == bool(held)
-            assert torch.all(stack.a[index][first + rank : end] == 0) and torch.all(
-                stack.b[index][first + rank : end] == 0
-            )
+            assert rank == (num_rows if held else 0)
+            sides = (stack.a[index], stack.b[index])
+            assert all((rows[first + rank : end] == 0).all() for rows in sides if num_rows)
             if held:
-                a, b = stack.a[index][first : first + rank], stack.b[index][first : first + rank]
-                wanted = sum(deltas(one.a, one.b, weight * one.scaling, module) for one, weight in held)
-                torch.testing.assert_close(deltas(a, b, scaling, module), wanted, rtol=1e-5, atol=1e-5)
+                a, b = (rows[first : first + rank] for rows in sides)
+                found = deltas(HostSlice(a, b, rank, scaling, 0, 0), num_experts, scaling)
+                wanted = sum(deltas(one, num_experts, weight * one.scaling) for one, weight in held)
+                torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.fixture(params=["direct", "buffer", "small-buffer", pytest.param("kernel", marks=pytest.mark.wide)])
@@ -130,7 +134,7 @@ def test_rows_of_sums_multiply_to_the_sum(pool: RowPool, seed: int) -> None:
         assert digest is not None
         whole = make_sum(LAYOUT, digest, parts)
         assert pool.load(digest, whole)
-        assert_holds_sum(pool, whole, parts)
+        assert_holds_sum(pool, LAYOUT, whole.digest, parts)
         assert_holds(pool, LAYOUT, adapters[0])
         pool.drop(digest)
 
@@ -153,7 +157,7 @@ def test_weights_beside_scalings_of_zero_are_no_nan(pool: RowPool) -> None:
     parts = [(one, 5e-324), (none, 2.0)]
     whole = make_sum(LAYOUT, f"{A}*5e-324+{B}*2.0", parts)
     assert pool.load(whole.digest, whole)
-    assert_holds_sum(pool, whole, parts)
+    assert_holds_sum(pool, LAYOUT, whole.digest, parts)
 
 
 # ---- in host memory

@@ -24,9 +24,11 @@ from adapters.memory.slab import HostAdapter
 from adapters.peft.bound_tensors import MAGNITUDE
 from adapters.store.leases import Lease
 from adapters.store.store import AdapterStore, StoreLimits
+from adapters.sums import digest_of, is_sum, parts_of, rows_of
 from service.engine.loras.prefetch import AdapterLoads
 from tests.adapters.memory.test_copies import Base
 from tests.adapters.memory.test_row_pool import assert_holds
+from tests.adapters.memory.test_sums import assert_holds_sum
 from tests.support.adapter_files import (
     config_bytes,
     lora_tensors,
@@ -71,14 +73,11 @@ CONFIGS = [
 
 @dataclass(eq=False)
 class User:
-    """A request: it holds a lease from its arrival to its end."""
+    """A request for an adapter or a sum of some: it holds leases from its arrival to its end."""
 
-    lease: Lease
+    leases: list[Lease]
+    digest: str
     runs: bool = False
-
-    @property
-    def digest(self) -> str:
-        return self.lease.record.digest
 
 
 @dataclass
@@ -114,7 +113,7 @@ class Fleet:
         """One random thing, perhaps a few times."""
         changes = (self.upload, self.move, self.delete, self.rollback, self.pin, self.hint, self.end)
         # Most of what happens is that somebody asks, and gets on.
-        steps = (self.ask, self.read, self.copy, self.step)
+        steps = (self.ask, self.ask_sum, self.read, self.copy, self.step)
         what = self.rng.choice((*changes, *steps, *steps, *steps))
         for _ in range(self.rng.choice((1, 1, 3))):
             what()
@@ -151,12 +150,25 @@ class Fleet:
         self.stream.num_reached = self.rng.randint(self.stream.num_reached, len(self.stream.marks))
 
     def ask(self) -> None:
-        def begin(name: str) -> None:
-            user = User(self.store.lease(name))
-            self.users.append(user)
-            self.loads.enter(user.digest, user.lease.record.manifest.rows)
+        self._if_there(lambda name: self.begin([(self.store.lease(name), 1.0)]))
 
-        self._if_there(begin)
+    def ask_sum(self) -> None:
+        records = [self.store.get(name) for name in self.store.names()]
+        summed = [record.name for record in records if "vectors" not in record.manifest.rows]
+        names = self.rng.sample(summed, min(len(summed), self.rng.randint(1, 3)))
+        self.begin([(self.store.lease(name), self.rng.choice((0.5, 1.0, -2.0))) for name in names])
+
+    def begin(self, parts: list[tuple[Lease, float]]) -> None:
+        digest = digest_of((lease.record.digest, weight) for lease, weight in parts)
+        manifests = {lease.record.digest: lease.record.manifest for lease, _ in parts}
+        # None: one content under two names, or nobody is there.
+        rows = {} if digest is None else rows_of(manifests[part] for part, _ in parts_of(digest))
+        if digest is None or self.pool.plan.group_too_small(rows):
+            for lease, _ in parts:
+                lease.release()
+            return
+        self.users.append(User([lease for lease, _ in parts], digest))
+        self.loads.enter(digest, rows)
 
     def end(self) -> None:
         if self.users:
@@ -167,7 +179,8 @@ class Fleet:
         if user.runs:
             self.loads.release(user.digest)
         self.loads.leave(user.digest)
-        user.lease.release()
+        for lease in user.leases:
+            lease.release()
 
     def step(self) -> None:
         """As the scheduler does it."""
@@ -190,9 +203,15 @@ class Fleet:
         self.store.check_integrity()
         for user in self.users:
             if user.runs:
-                adapter = read_adapter(self.root, LAYOUT, user.digest, torch.float32)
-                assert_holds(self.pool, LAYOUT, adapter)
-                self.assert_has_its_line(adapter)
+                parts = [(self.read_part(digest), weight) for digest, weight in parts_of(user.digest)]
+                if is_sum(user.digest):
+                    assert_holds_sum(self.pool, LAYOUT, user.digest, parts)
+                else:
+                    assert_holds(self.pool, LAYOUT, parts[0][0])
+                    self.assert_has_its_line(parts[0][0])
+
+    def read_part(self, digest: str) -> HostAdapter:
+        return read_adapter(self.root, LAYOUT, digest, torch.float32)
 
     def assert_has_its_line(self, adapter: HostAdapter) -> None:
         """Of magnitudes m the line of vectors has m / 2, since `Base` gives every norm as 2."""
