@@ -284,6 +284,11 @@ def test_the_tokens_of_all_pairs_are_bounded(server: Server) -> None:
     assert len(asked(server, "/rerank", **body, top_n=1)["results"]) == 1
 
 
+def test_an_adapter_with_a_head_is_not_let_out_without_its_labels(server: Server) -> None:
+    answer = server.get("/v1/adapters/topics/archive")
+    assert (answer.status_code, "score head" in answer.json()["error"]["message"]) == (400, True)
+
+
 def test_an_adapter_with_a_head_generates_nothing(client: openai.OpenAI) -> None:
     for model in ("topics", f"{BASE}:judge"):
         with pytest.raises(openai.BadRequestError, match="has a score head"):
