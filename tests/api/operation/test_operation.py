@@ -92,6 +92,7 @@ STATUSES: dict[str, tuple[str, str]] = {
     "patch /v1/adapters/{name}": ("200 400 404 413 429 500 503 507", "401 403"),
     "delete /v1/adapters/{name}": ("200 400 404 412 413 429 500 503 507", "401 403"),
     "get /v1/adapters/{name}/history": ("200 400 404", "401"),
+    "get /v1/adapters/{name}/archive": ("200 400 404 429 500 503", "401 403"),
     "post /v1/adapters/{name}/rollback": ("200 400 404 412 413 429 500 503 507", "401 403"),
     "put /v1/adapters/{name}/pin": ("200 400 404 409 413 500 503 507", "401 403"),
     "delete /v1/adapters/{name}/pin": ("200 400 404 413 500 503 507", "401 403"),
@@ -109,6 +110,9 @@ STATUSES: dict[str, tuple[str, str]] = {
     "post /pause": ("200 400 413 503", "401 403"),
     "post /resume": ("200 400 413 503", "401 403"),
     "get /is_paused": ("200 400", "401 403"),
+    "post /sleep": ("200 400 413 503", "401 403"),
+    "post /wake_up": ("200 400 413 503", "401 403"),
+    "get /is_sleeping": ("200 400", "401 403"),
     "post /pause_generation": ("200 400 413 503", "401 403"),
     "post /continue_generation": ("200 400 413 503", "401 403"),
     "get /health": ("200 503", ""),
@@ -128,6 +132,8 @@ WITHOUT_BODY = {
     "post /flush_cache",
     "post /pause",
     "post /resume",
+    "post /sleep",
+    "post /wake_up",
     "post /continue_generation",
 }
 
@@ -322,6 +328,9 @@ class TestOpenapi:
             "post /pause",
             "post /resume",
             "get /is_paused",
+            "post /sleep",
+            "post /wake_up",
+            "get /is_sleeping",
             "post /pause_generation",
             "post /continue_generation",
         }
