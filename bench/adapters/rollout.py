@@ -46,6 +46,11 @@ class Subject:
     def __init__(self, server: Server, model_dir: Path, rank: int) -> None:
         self._server, self._model_dir, self._rank, self._seed = server, model_dir, rank, 0
         self.http = httpx.Client(base_url=server.url, timeout=None)
+        self.digests: list[str] = []
+        self.take_two()
+
+    def take_two(self) -> None:
+        """Upload the versions that `move` goes between; others may have pushed them out."""
         self.digests = [self.put(self.file_body())["digest"] for _ in range(2)]
 
     def _files(self) -> list[tuple[str, tuple[str, bytes]]]:
@@ -68,7 +73,8 @@ class Subject:
 
     def put(self, request: httpx.Request) -> Any:
         answer = self.http.send(request)
-        answer.raise_for_status()
+        if answer.is_error:
+            raise SystemExit(f"{answer.status_code}: {answer.text}")
         return answer.json()
 
     def ask(self, **fields: Any) -> Any:
@@ -117,6 +123,7 @@ def uploads(subject: Subject) -> dict[str, Any]:
 
 def moves(subject: Subject, num_requests: int, num_tokens: int, num_moves: int, num_rounds: int) -> dict[str, Any]:
     """The ratio of tokens per second, its parts, and the versions of an answer."""
+    subject.take_two()
     ratios, seconds_of, versions = [], {"still": 0.0, "moved": 0.0}, []
     for number in range(num_rounds + 1):
         seconds: dict[str, list[float]] = {"still": [], "moved": []}
@@ -185,6 +192,13 @@ def main() -> None:
         settings = {"device": load.device, "max_ephemeral_bytes": "4GiB", "preload_adapters_dir": work_dir / "none"}
         if load.device == "cpu":
             settings |= {"dtype": "float32", "num_threads": arguments.threads}
+        else:
+            settings |= {
+                "kv_bytes": "16GiB",
+                "adapter_row_bytes": "4GiB",
+                "host_tier_bytes": "4GiB",
+                "max_sequences": load.num_requests,
+            }
         with running_server(model_dir, work_dir / "server", **settings) as server:
             wait_for(lambda: server.get("/ready").status_code == 200, "the server to be ready")
             subject = Subject(server, model_dir, arguments.rank)
