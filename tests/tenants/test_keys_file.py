@@ -136,8 +136,8 @@ class TestEditing:
         [
             (["add", "Acme"], "must be named"),
             (["add", "a/b"], "must be named"),
-            (["add", "acme", "--scopes", "fly"], "infer, upload, delete, control, admin"),
-            (["add", "acme", "--scopes", ","], "infer, upload, delete, control, admin"),
+            (["add", "acme", "--scopes", "fly"], "infer, upload, delete, download, control, admin"),
+            (["add", "acme", "--scopes", ","], "infer, upload, delete, download, control, admin"),
             (["add", "acme", "--note", "a\nb"], "one line"),
             (["add", "acme", "--note", "\udcff"], "one line"),
             (["revoke", "ff"], "no key has an id that begins with 'ff'"),

@@ -67,6 +67,8 @@ def look_at_ops(examination: Examination) -> Section:
         shapes = replace(shapes, conv_width=_CONV_WIDTH)
     if shapes.delta is None:
         shapes = replace(shapes, delta=ProbeShapes().delta)
+    if shapes.mamba2 is None:
+        shapes = replace(shapes, mamba2=ProbeShapes().mamba2)
     has_experts = shapes.experts is not None
     if not has_experts:
         shapes = replace(shapes, experts=ProbeShapes().experts)

@@ -106,28 +106,38 @@ class Weights:
         shapes = dict(zip(("gate_up_proj", "down_proj"), moe.packed_shapes(hidden_size), strict=True))
         if moe.interleaved:
             return self._interleaved_experts(name, moe)
-        codes = self._expert_codes(name, moe)
+        is_apart = not all(f"{name}.{part}" in self._shapes for part in shapes)
+        first = self._expert(name, 0) if is_apart else []
+        codes = self._expert_codes(name, moe, first)
         if codes is not None:
             return self._hold_experts(expert_ops.pack_quantised(*codes, self.dtype, activation=moe.activation), True)
-        if all(f"{name}.{part}" in self._shapes for part in shapes):
-            gate_up, down = (self._join([self._stored(f"{name}.{part}")]).contiguous() for part in shapes)
-        else:
+        if is_apart:
             gate_up, down = (torch.empty(s, dtype=self.dtype, device=self.device) for s in shapes.values())
             for expert in range(moe.num_experts):
-                gate, up = gate_up[expert].chunk(2)
-                parts = {"gate_proj": gate, "up_proj": up, "down_proj": down[expert]}
-                for part, place in parts.items():
-                    place.copy_(self._stored(f"{name}.{expert}.{part}.weight"))
+                places = (*gate_up[expert].chunk(2), down[expert])
+                for weight, place in zip(self._expert(name, expert) if expert else first, places, strict=True):
+                    place.copy_(dequantise(weight, self.dtype) if isinstance(weight, Quantised) else weight)
+        else:
+            gate_up, down = (self._join([self._stored(f"{name}.{part}")]).contiguous() for part in shapes)
         return self._hold_experts(expert_ops.pack_experts(gate_up, down, activation=moe.activation), False)
 
-    def _expert_codes(self, name: str, moe: MoeSpec) -> tuple[list[Quantised], list[Quantised]] | None:
-        """Gate and up, and down of each expert that is stored by itself; None unless all are quantised alike."""
-        if self._kind == "bf16" or f"{name}.0.gate_proj.weight" not in self._shapes:
+    def _expert(self, name: str, expert: int) -> list[torch.Tensor | Quantised]:
+        """Gate, up and down of an expert that is stored by itself."""
+        modules = (f"{name}.{expert}.{part}.weight" for part in ("gate_proj", "up_proj", "down_proj"))
+        return [self._checkpoint.weight(module, self._shapes[module]) for module in modules]
+
+    def _expert_codes(
+        self, name: str, moe: MoeSpec, first: list[torch.Tensor | Quantised]
+    ) -> tuple[list[Quantised], list[Quantised]] | None:
+        """Gate and up, and down of each expert that is stored by itself; None unless all are quantised alike.
+
+        first  the weights of expert 0; none where experts are stored together
+        """
+        if self._kind == "bf16" or not first:
             return None
         gate_up, down = [], []
         for expert in range(moe.num_experts):
-            modules = (f"{name}.{expert}.{part}.weight" for part in ("gate_proj", "up_proj", "down_proj"))
-            weights = [self._checkpoint.weight(module, self._shapes[module]) for module in modules]
+            weights = self._expert(name, expert) if expert else first
             codes = [weight for weight in weights if isinstance(weight, Quantised)]
             both = joined(codes[:2])
             if len(codes) < len(weights) or both is None:

@@ -256,6 +256,7 @@ class TestRefusals:
             assert told.pop("modules")
             assert told.pop("notes") is not None
             assert told.pop("eos_token_ids") == []
+            assert told.pop("labels") == []
             assert told == one
 
     def test_nothing_of_a_refused_upload_stays(self, server: Server) -> None:

@@ -145,7 +145,7 @@ def test_a_download_outlasts_its_name_and_ends_with_its_client(
     digest = put(server, name, large)["digest"]
     with server.http.stream("GET", f"{server.url}/v1/adapters/{name}/archive") as left:
         next(left.iter_raw(1024))
-        assert open_files(server, digest)
+        wait_for(lambda: open_files(server, digest), "the file of the tensors to be read")
     wait_for(lambda: not open_files(server, digest), "the file of who has left to be closed")
     with server.http.stream("GET", f"{server.url}/v1/adapters/{name}/archive") as answer:
         pieces = answer.iter_raw(1024)

@@ -15,7 +15,7 @@ import pytest
 from adapters.files.name_versions import NameRecord, Version
 from kernels.sampling.scored_token import ScoredToken
 from service.api.admission import pipeline
-from service.api.admission.model_resolution import ResolvedModel, resolve
+from service.api.admission.model_resolution import Part, ResolvedModel, resolve
 from service.api.admission.pipeline import admit, reserve
 from service.api.admission.prompts import Prompt, rendered, tokenized
 from service.api.admission.sampling import NEUTRAL
@@ -24,12 +24,12 @@ from service.api.generation.sequence import OutputChunk
 from service.api.queue_limits import QueueLimits
 from service.api.routes import batch, chat, completions
 from service.api.routes import tokenize as tokenize_module
+from service.api.schema.pooled import EmbeddingRequest
 from service.api.schema.requests import (
     BatchRequest,
     ChatMessage,
     ChatRequest,
     CompletionRequest,
-    EmbeddingRequest,
     TokenizeRequest,
 )
 from service.api.state import Services
@@ -44,7 +44,11 @@ from tests.support.limits import LIMIT_SECONDS
 CALLER = Tenants().anybody()
 LONG = "x" * 100_000
 SETTINGS = SimpleNamespace(
-    base_name="tiny", tool_parser="auto", reasoning_parser="auto", disable_additional_properties=False
+    on_new_version="keep",
+    base_name="tiny",
+    tool_parser="auto",
+    reasoning_parser="auto",
+    disable_additional_properties=False,
 )
 
 
@@ -130,8 +134,8 @@ def render(source: str | None) -> tuple[list[str], Words]:
     template: ChatTemplate | AdapterTemplate
     template = ChatTemplate("{{ messages[0].content }}", {}) if source is None else AdapterTemplate(workers, source, {})
     template.render = noting(template.render)  # type: ignore[method-assign]
-    manifest = SimpleNamespace(has_chat_template=source is not None, special_tokens={})
-    lease = SimpleNamespace(record=SimpleNamespace(digest="d", manifest=manifest))
+    manifest = SimpleNamespace(digest="d", has_chat_template=source is not None, special_tokens={})
+    record: Any = SimpleNamespace(digest="d", manifest=manifest)
     words = Words()
     parts = services(
         store=EmptyStore(),
@@ -144,7 +148,9 @@ def render(source: str | None) -> tuple[list[str], Words]:
     )
 
     async def prompt() -> None:
-        await tokenized(parts, a_chat("a"), await rendered(parts, ResolvedModel("a", cast(Any, lease)), a_chat("a")))
+        await tokenized(
+            parts, a_chat("a"), await rendered(parts, ResolvedModel("a", "a", "d", (Part(record, "a"),)), a_chat("a"))
+        )
 
     asyncio.run(prompt())
     workers.close()
@@ -201,7 +207,7 @@ class OneAdapter:
 
     def lease(self, name: str) -> Any:
         self.num_out += 1
-        manifest = SimpleNamespace(has_chat_template=True, special_tokens={}, eos_token_ids=())
+        manifest = SimpleNamespace(labels=(), digest=name, has_chat_template=True, special_tokens={}, eos_token_ids=())
         record = SimpleNamespace(name=name, digest=name, manifest=manifest)
         return SimpleNamespace(record=record, release=self._release)
 

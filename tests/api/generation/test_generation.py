@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 
 from kernels.sampling.scored_token import ScoredToken
-from service.api.admission.model_resolution import ResolvedModel
+from service.api.admission.model_resolution import Part, ResolvedModel
 from service.api.admission.pipeline import Admitted, PlannedSequence
 from service.api.admission.prompts import Prompt
 from service.api.errors import BadRequest, EngineFailed, NotReady, QueueFull, status_of
@@ -107,12 +107,15 @@ def places() -> Places:
 def admitted(places: Places, plans: list[PlannedSequence], tenant: Tenant | None = None) -> Admitted:
     """A request that has its places and an adapter."""
     version = SimpleNamespace(number=1, digest="d")
-    record = SimpleNamespace(digest="d", version=version, manifest=SimpleNamespace(rows={}, invocation=()))
+    record: Any = SimpleNamespace(
+        name="tiny", digest="d", version=version, manifest=SimpleNamespace(rows={}, invocation=())
+    )
     lease: Any = SimpleNamespace(release=places.release, record=record)
     tenant = tenant or Tenants().default
     held = QueuePlaces(cast(Any, places), tenant, "tiny", len(plans))
     charge = tenant.take_tokens(sum(plan.most_tokens for plan in plans))
-    return Admitted(tenant, ResolvedModel("tiny", lease), plans, held, charge)
+    model = ResolvedModel("tiny", "tiny", "d", (Part(record, "tiny"),), (lease,))
+    return Admitted(tenant, model, plans, held, charge)
 
 
 def a_job(
