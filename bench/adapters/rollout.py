@@ -99,11 +99,15 @@ class Subject:
 
     @contextmanager
     def running(self, num_requests: int, num_tokens: int) -> Iterator[list[Any]]:
-        """The answers, there after the block, of so many sequences, which all run when it begins."""
+        """The answers, there after the block, of so many sequences, each with the time of its end."""
+
+        def timed(**fields: Any) -> tuple[Any, float]:
+            return self.ask(**fields), time.perf_counter()
+
         with ThreadPoolExecutor(num_requests) as pool:
             fields = {"max_tokens": num_tokens, "n": min(_CHOICES, num_requests), "on_new_version": "continue"}
             num = max(num_requests // _CHOICES, 1)
-            asked = [pool.submit(self.ask, **fields, temperature=1.0, seed=seed) for seed in range(num)]
+            asked = [pool.submit(timed, **fields, temperature=1.0, seed=seed) for seed in range(num)]
             answers: list[Any] = []
             yield answers
             answers += [one.result() for one in asked]
@@ -136,8 +140,8 @@ def moves(subject: Subject, num_requests: int, num_tokens: int, num_moves: int, 
                     for move in range(num_moves):
                         subject.move(move)
                         threading.Event().wait(max(0.0, begin + (move + 1) * pause - time.perf_counter()))
-            seconds[side].append(time.perf_counter() - begin)
-            choices = [choice for answer in answers for choice in answer["choices"]]
+            seconds[side].append(max(end for _, end in answers) - begin)
+            choices = [choice for answer, _ in answers for choice in answer["choices"]]
             assert all(choice["finish_reason"] == "length" for choice in choices), "a request has failed"
             if side == "moved":
                 versions += [len(choice["adapter_versions"]) for choice in choices]

@@ -72,6 +72,10 @@ def before_call(context: Any, case: Any, kwargs: dict[str, Any]) -> None:  # noq
             body.clear()
             body |= _FIRST.pop(case.path) | {str(length): _MAX_TOKENS}
             return
+        if case.path == "/inference/v1/generate" and isinstance(body.get("sampling_params"), dict):
+            _make_servable(body["sampling_params"], "max_tokens")
+        elif case.path == "/invocations" and ("messages" in body or "prompt" in body):
+            _make_servable(body, "max_tokens")
         _make_servable(body, length)
         if length is not None:
             body["stream"] = len(str(body)) % 2 == 1  # else hardly any of them would
