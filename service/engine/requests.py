@@ -50,6 +50,7 @@ class Requests:
         self._constrained = constrained
         self._sequences: dict[str, Sequence] = {}
         self._num_arrived = 0
+        self._fits: str | None = None  # the adapter of the last move
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -103,10 +104,12 @@ class Requests:
         sequence = self._sequences.get(message.request_id)
         if sequence is None or sequence.adapter is None or self._rows is None:
             return
-        try:
-            self._rows.check_size(message.adapter_rows)
-        except RowsExceeded:
-            return
+        if message.adapter != self._fits:  # mostly all requests of a name move together
+            try:
+                self._rows.check_size(message.adapter_rows)
+            except RowsExceeded:
+                return
+            self._fits = message.adapter
         if sequence in self._constrained.waiting:
             set_adapter(sequence, message.adapter, message.adapter_rows)
         else:
