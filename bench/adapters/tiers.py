@@ -5,9 +5,11 @@ than have rows.
     .venv/bin/python -m bench.adapters.tiers --adapters 1000 --traffic zipf        # the bundled model, on a CPU
 
 An engine in this process with rows for --resident adapters (64), and adapters that are made up; --host-bytes of them
-stay in host memory, all if it is not given. Three measurements, of which each round has the two sides of the last two:
+stay in host memory, all if it is not given. Four measurements, of which each round has the two sides of the last two:
 
 load      host -> device of one adapter while nothing runs, from the call until the device has it
+sums      the same of sums of 2, 4 and 8 adapters that host memory has, each with weights of its own: the first, for
+          which the way of such adapters' rows is worked out, and later ones
 beside    decode steps of --requests sequences on half of the residents, with one load begun every --every steps, and
           without
 traffic   as many clients as --requests, each with one request at a time, on all adapters, and on the residents alone:
@@ -28,6 +30,7 @@ from typing import Any
 
 import torch
 
+from adapters.sums import digest_of
 from bench.arguments import facts_of, load_of, parser_of
 from bench.rounds import percentile
 from bench.steps.in_process import WarmEngine, build_warm_engine
@@ -46,6 +49,7 @@ def main() -> None:
     parser.add_argument("--host-bytes", type=int, help="of adapters in host memory; default: all of them")
     parser.add_argument("--traffic", choices=("uniform", "zipf"), default="uniform")
     parser.add_argument("--every", type=int, default=8, help="steps between two loads")
+    parser.add_argument("--only", nargs="*", default=None, help="measurements to make; default: all")
     parser.add_argument("--num", type=int, default=512, help="requests of a side of a round, in the traffic")
     arguments = parser.parse_args()
     load = load_of(arguments, max_adapters=arguments.resident - 1, rank=arguments.rank)
@@ -54,10 +58,13 @@ def main() -> None:
     figures: dict[str, Any] = facts_of(arguments)
     parts: dict[str, Callable[[], Any]] = {
         "load": bench.loads,
+        "sums": bench.sums,
         "beside": lambda: bench.beside(arguments.rounds, arguments.every),
         "traffic": lambda: bench.traffic(arguments.rounds, arguments.num),
     }
     for name, measure in parts.items():
+        if arguments.only is not None and name not in arguments.only:
+            continue
         figures[name] = measure()
         print(json.dumps({name: figures[name]}, indent=1), flush=True)
     if arguments.json is not None:
@@ -113,6 +120,35 @@ class Bench:
             "call_p50_ms": round(statistics.median(call), 3),
             "gb_per_second": round(num_bytes / ms / 1e6, 1),
         }
+
+    def sums(self) -> dict[str, dict[str, float]]:
+        """Milliseconds until the device has a sum of adapters that host memory has, by their number."""
+        residency = self._engine.adapter_loads.residency
+        assert residency is not None
+        told = {}
+        for num_parts in (2, 4, 8):
+            names = [f"adapter-{at}" for at in range(num_parts)]
+            times = []
+            for at in range(NUM_LOADS + 1):
+                digest = digest_of((name, 0.5 + (at + 1) * (place + 1) / 1000) for place, name in enumerate(names))
+                assert digest is not None
+                if not at:  # brings the parts to host memory
+                    self._read(residency, digest)
+                    residency.release(digest)
+                self._synchronize()
+                begin = time.perf_counter()
+                residency.read(digest, lambda: True)
+                assert residency.copy(digest), "the rows in use leave no room"
+                self._synchronize()
+                times.append((time.perf_counter() - begin) * 1e3)
+                residency.settle(is_idle=True)
+                self._engine.adapter_loads.evict(digest)
+            told[str(num_parts)] = {
+                "first_ms": round(times[0], 3),
+                "p50_ms": round(statistics.median(times[1:]), 3),
+                "max_ms": round(max(times[1:]), 3),
+            }
+        return told
 
     def beside(self, num_rounds: int, every: int) -> dict[str, float]:
         """Median decode step in ms with loads beside, and without."""

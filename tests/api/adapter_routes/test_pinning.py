@@ -167,3 +167,18 @@ def test_the_next_engine_and_the_next_server_have_it_before_anybody_asks(
     finally:
         server.process.kill()
         server.process.wait()
+
+
+def test_a_sum_may_have_all_rows_and_no_more(small_server: Server) -> None:
+    """Of eight adapters, pinned or not, in the place of all others; with weights of its own each is another one."""
+    others = [{"name": f"other-{at}", "weight": 0.5} for at in range(8)]
+    body = {"prompt": "the", "max_tokens": 1}
+    for weight in (0.5, 0.25):
+        answer = small_server.post(
+            "/v1/completions", json={**body, "model": [{**others[0], "weight": weight}, *others[1:]]}
+        )
+        assert answer.status_code == 200, answer.text
+    refused = small_server.post("/v1/completions", json={**body, "adapters": [others[0], {"name": "large"}]})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "adapters")
+    assert "rows on the device together" in refused.json()["error"]["message"]
+    assert small_server.metric("rows_used") <= small_server.metric("rows_total")

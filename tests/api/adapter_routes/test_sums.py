@@ -176,6 +176,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "list-and-list": ({"model": SUM, "adapters": SUM}, "adapters", "send one of them"),
     "list-and-id": ({"model": SUM, "adapter_id": "alpha"}, "adapter_id", "send one of them"),
     "name-and-list": ({"model": "alpha", "adapters": SUM}, "adapters", "send one of them"),
+    "new-version": ({"model": SUM, "on_new_version": "continue"}, "on_new_version", "keep their versions"),
     "colon-and-list": ({"model": f"{BASE}:alpha", "lora": OF_LLAMA_CPP}, "lora", "send one of them"),
 }
 

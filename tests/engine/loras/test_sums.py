@@ -11,11 +11,14 @@ from peft import PeftModel
 
 from adapters.store.store import AdapterStore
 from adapters.sums import digest_of, rows_of
+from service.engine.ipc.messages import Evict
 from service.models.layouts import layout_in
 from tests.support.engine.engine_parity import (
     BASE,
+    BLOCK_SIZE,
     Answer,
     Oracle,
+    Request,
     World,
     adapter_specs,
     assert_greedy,
@@ -136,3 +139,28 @@ def test_sums_of_experts_are_those_of_their_weights(tmp_path: Path, device: str)
     sums = {"sum-half": SUMS["sum-half"], "sum-two": SUMS["sum-two"]}
     world = with_sums(make_world("qwen3_moe", tmp_path, device, specs=specs), sums)
     assert_equal_to(MergedOracle(world), world)
+
+
+def test_equal_sums_share_the_prefix_cache_until_a_part_is_replaced(tmp_path: Path, device: str) -> None:
+    specs = {name: spec for name, spec in adapter_specs("llama").items() if name in SUMS["sum-two"]}
+    swapped = dict(reversed(SUMS["sum-two"].items()))
+    sums = {"sum-two": SUMS["sum-two"], "swapped": swapped, "others": swapped | {"all": 0.25}}
+    world = with_sums(make_world("llama", tmp_path, device, specs=specs), sums)
+    engine = build_engine(config_of(world, prefix_cache=True))
+    prompt = tuple(range(5, 45))
+
+    def num_found(adapter: str) -> tuple[int, list[int]]:
+        before = engine.stats().prefix_cache_hit_tokens
+        answers = run_engine(engine, [Request(adapter, adapter, prompt, 4).submit(world)])
+        return engine.stats().prefix_cache_hit_tokens - before, answers[adapter].tokens
+
+    none, tokens = num_found("sum-two")
+    assert (none, num_found("others")[0], num_found("all")[0]) == (0, 0, 0)
+    found, same = num_found("swapped")
+    assert found >= len(prompt) - 2 * BLOCK_SIZE
+    assert same == tokens
+    engine.handle(Evict(world.digests["attention"]))
+    engine.check_integrity()
+    assert num_found("all")[0] >= len(prompt) - 2 * BLOCK_SIZE
+    assert num_found("sum-two") == (0, tokens)
+    engine.close()
