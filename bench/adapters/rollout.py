@@ -1,4 +1,4 @@
-"""What a trainer waits for between two steps, and what its moves cost those that roll out meanwhile, over HTTP.
+"""Times of a trainer's step over HTTP: uploads of versions, moves beside running requests, and pauses.
 
     .venv/bin/python -m bench.adapters.rollout [--device cuda] [--shape 8b] [--rank 16] [--moves 200] [--rounds 3]
                                                [--requests 64] [--output-tokens 512] [--json FILE]

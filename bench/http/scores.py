@@ -1,4 +1,4 @@
-"""What scores cost: pairs of texts sent to /v1/score in one request, beside the prefill of the same tokens by an engine
+"""Cost of scores: pairs of texts sent to /v1/score in one request, beside the prefill of the same tokens by an engine
 in this process, without LoRA and HTTP.
 
 python -m bench.http.scores [--pairs 1000] [--words 40] [--rounds 5] [--threads 2] [--json FILE]

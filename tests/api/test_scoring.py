@@ -78,7 +78,7 @@ def asked(server: Server, path: str, **body: Any) -> Any:
 
 
 def logits(server: Server, model: str, tensors: dict[str, np.ndarray], given: Any) -> np.ndarray:
-    """Of the adapter's own hidden states."""
+    """Scores of the adapter's own hidden states."""
     data = asked(server, "/v1/embeddings", model=model, input=given, normalize=False)["data"]
     weight, *bias = tensors.values()
     return np.array([one["embedding"] for one in data]) @ weight.T.astype(float) + sum(bias)

@@ -488,7 +488,7 @@ def _is_limit(answer: httpx.Response) -> bool:
 
 
 class TestSums:
-    """Of adapters with weights, each of which is the caller's to use or not."""
+    """Sums of adapters with weights, each of which is the caller's to use or not."""
 
     def test_each_adapter_must_be_the_caller_s_to_use(
         self, keyed: Keyed, acme: dict[str, str], zeta: dict[str, str]

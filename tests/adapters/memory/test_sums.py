@@ -117,7 +117,7 @@ def pool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, device
 
 
 def ranks(chooser: random.Random) -> dict[str, int]:
-    """Of some modules: each its own, the experts' of all of a layer's experts."""
+    """The shares of some modules: each its own, the experts' of all of a layer's experts."""
     chosen = {module: chooser.choice((0, 1, 4, 7)) for module in MODULES}
     return {module: rank * LAYOUT.num_experts_of(MODULES[module]) for module, rank in chosen.items() if rank}
 

@@ -1,4 +1,4 @@
-"""What schemathesis cannot make up: files that are an adapter, and names of models and responses that are there."""
+"""Values that schemathesis cannot make up: files that are an adapter, names of models and responses that are there."""
 
 from __future__ import annotations
 
