@@ -79,10 +79,13 @@ def _oracle(world: World) -> Any:
 @torch.no_grad()
 def _greedy(model: Any, prompt: Sequence[int], versions: Sequence[tuple[int, str]], num_tokens: int) -> list[int]:
     """Greedy tokens with one cache, of the last version that begins with each."""
-    given, cache, tokens = list(prompt), None, []
+    given, cache, tokens, num_before = list(prompt), None, [], 0
     for index in range(num_tokens):
         model.set_adapter([name for start, name in versions if start <= index][-1])
-        output = model(torch.tensor([given]), past_key_values=cache, use_cache=True)
+        # Without positions transformers begins at 0 again, where the first layer is no attention (Bamba).
+        positions = torch.arange(num_before, num_before + len(given))[None]
+        output = model(torch.tensor([given]), position_ids=positions, past_key_values=cache, use_cache=True)
+        num_before += len(given)
         cache = output.past_key_values
         given = [int(output.logits[0, -1].argmax())]
         tokens += given

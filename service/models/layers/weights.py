@@ -162,7 +162,9 @@ class Weights:
             codes = _each(gate_up.rows(order).to(self.device), moe.num_experts)
             of_down = _each(down.to(self.device, copy=True), moe.num_experts)
             return self._hold_experts(expert_ops.pack_quantised(codes, of_down, self.dtype, **of_both), True)
-        into, back = (self._join([self._stored(one)]).transpose(1, 2) for one in names)
+        held = zip(names, (gate_up, down), strict=True)
+        floats = (self._stored(one) if isinstance(weight, Quantised) else weight for one, weight in held)
+        into, back = (self._join([weight]).transpose(1, 2) for weight in floats)
         return self._hold_experts(expert_ops.pack_experts(parted(into), back.contiguous(), **of_both), False)
 
     def _hold_experts(self, packed: PackedExperts, is_quantised: bool) -> PackedExperts:
