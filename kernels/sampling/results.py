@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from kernels.platform import in_use
 from kernels.sampling.maps import SamplingMaps
 from kernels.sampling.sampling_request import Asked
 from kernels.sampling.scored_token import ScoredToken
@@ -47,11 +48,21 @@ def pack(token_ids: torch.Tensor, logprobs: torch.Tensor | None, maps: SamplingM
         if maps.facts.num_scored:
             parts.append(_bits(logprobs[num_given:].gather(1, maps.scored.view(-1, maps.facts.num_scored))))
         if maps.facts.num_top:
-            values, top_tokens = logprobs.topk(maps.facts.num_top, dim=-1)
+            values, top_tokens = _largest(logprobs, maps.facts.num_top)
             parts += [_bits(values), top_tokens.to(torch.int32).reshape(-1)]
         if num_given:
             parts.append((logprobs[:num_given] >= of_asked[:num_given]).sum(-1, dtype=torch.int32))
     return Sampled(token_ids, torch.cat(parts) if len(parts) > 1 else parts[0])
+
+
+def _largest(logprobs: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values and tokens [rows, num] of the largest of each row. Which of equal ones comes first follows from the step's
+    size, or is the one of the smaller id where steps must not matter."""
+    if in_use(logprobs.device).batch_invariant:
+        values, tokens = logprobs.sort(dim=-1, descending=True, stable=True)
+        return values[:, :num], tokens[:, :num]
+    values, tokens = logprobs.topk(num, dim=-1)
+    return values, tokens
 
 
 def read(packed: np.ndarray, asked: Asked) -> tuple[list[Choice], list[ScoredToken]]:
