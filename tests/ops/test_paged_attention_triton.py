@@ -217,8 +217,8 @@ def test_plans_by_hand() -> None:
 
 
 def test_heads_that_no_tile_serves_are_refused() -> None:
-    with pytest.raises(AssertionError, match="no tile for heads of 320"):
-        plan_for(H200, Heads(8, 8, 320, 2, None), 1, 1, 64, is_decode=True)
+    with pytest.raises(AssertionError, match="no tile for heads of 576"):
+        plan_for(H200, Heads(8, 8, 576, 2, None), 1, 1, 64, is_decode=True)
 
 
 @pytest.mark.parametrize(("score_cap", "has_sinks"), [(None, False), (5.0, False), (None, True)])
