@@ -30,8 +30,8 @@ LIMIT_SECONDS = 120.0
 _MAX_ANSWER_TOKENS = 24
 
 
-def _logprob(token: int, num_top: int) -> ScoredToken:
-    return ScoredToken(token, -1.0, tuple((other, -1.0 - other) for other in range(num_top)))
+def _logprob(token: int, num_top: int, asked: tuple[int, ...] = ()) -> ScoredToken:
+    return ScoredToken(token, -1.0, tuple((other, -1.0 - other) for other in (*range(num_top), *asked)))
 
 
 class ReadyEngine(EngineLink):
@@ -94,7 +94,9 @@ def _messages(request: Submit, vocab_size: int) -> Iterator[Tokens | Finished]:
         prompt = (None, *(_logprob(token, sampling.prompt_logprobs) for token in request.prompt_token_ids[1:]))
     for at in range(count):
         token = (first + 7 * at) % vocab_size
-        logprobs = () if sampling.logprobs is None else (_logprob(token, sampling.logprobs),)
+        logprobs = (
+            () if sampling.logprobs is None else (_logprob(token, sampling.logprobs, sampling.logprob_token_ids),)
+        )
         yield Tokens(name, (token,), logprobs, prompt if at == 0 else None)
     if not count and prompt is not None:
         yield Tokens(name, (), (), prompt)
@@ -124,6 +126,7 @@ class Application:
             max_upload_bytes=4 << 20,  # type: ignore[arg-type]
             min_free_disk_bytes=0,  # type: ignore[arg-type]
             responses_store_bytes=1 << 20,  # type: ignore[arg-type]
+            classifier_from_token=("a", "b"),
             **more,
         )
         self.loop = asyncio.new_event_loop()

@@ -8,6 +8,14 @@ from typing import Any
 from hypothesis import strategies as st
 
 from service.api.schema.messages import CountTokensRequest, MessagesRequest
+from service.api.schema.pooled import (
+    ClassifyRequest,
+    EmbeddingRequest,
+    InputRequest,
+    PoolingRequest,
+    RerankRequest,
+    ScoreRequest,
+)
 from service.api.schema.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from service.api.schema.responses import ResponsesRequest
 from tests.support.adapter_files import config_bytes, lora_tensors, modules_ending, safetensors_bytes, small_layout
@@ -85,6 +93,16 @@ GOOD_FIELDS: dict[str, Any] = {
     "prompt_logprobs": 1,
     "top_logprobs": 2,
     "chat_template_kwargs": {"a": 1},
+    "text_1": "a",
+    "text_2": ["b", ""],
+    "queries": ["a", "c"],
+    "query": "a",
+    "documents": ["b", {"text": "c"}],
+    "top_n": 1,
+    "max_tokens_per_doc": 1,
+    "truncate_prompt_tokens": 200,
+    "instruction": "a",
+    "task": "embed",
 }
 MESSAGES = st.lists(
     st.dictionaries(
@@ -173,6 +191,11 @@ SCHEMAS: dict[str, Any] = {
     "/v1/responses": ResponsesRequest,
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountTokensRequest,
+    "/v1/embeddings": EmbeddingRequest,
+    "/classify": ClassifyRequest,
+    "/pooling": PoolingRequest,
+    "/v1/score": ScoreRequest,
+    "/v2/rerank": RerankRequest,
 }
 
 
@@ -194,6 +217,8 @@ def bodies(draw: st.DrawFn) -> tuple[str, Any]:
         body["messages"] = draw(st.just(GOOD_FIELDS["messages"]) | MESSAGES)
     elif schema is CompletionRequest:
         body.setdefault("prompt", "a")
+    elif issubclass(schema, InputRequest):
+        body["input"] = draw(st.sampled_from(["a", ["a", "b"], [1, 2], [[3]]]) | VALUES)
     body |= draw(st.dictionaries(st.sampled_from(names) | st.text(max_size=8), VALUES, max_size=2))
     if path == "/v1/completions/batch":
         return path, {"items": [body] * draw(st.integers(0, 3))}
