@@ -510,11 +510,12 @@ def test_a_kill_leaves_whole_responses_which_all_servers_of_the_store_know(
     with openai.OpenAI(base_url=server.openai_url, api_key="x", max_retries=0, timeout=LIMIT_SECONDS) as client:
         long: Any = {"extra_body": {"ignore_eos": True}, "max_output_tokens": 15_000}
         background = client.responses.create(model=BASE, input="the", background=True, **long).id
+        short: Any = {"extra_body": {"ignore_eos": True}, "max_output_tokens": 2}
         told: list[str] = []
 
         def create(number: int) -> None:
             try:
-                answer = client.responses.create(model=BASE, input=f"lamp {number}", max_output_tokens=2)
+                answer = client.responses.create(model=BASE, input=f"lamp {number}", **short)
             except openai.APIError:
                 return
             told.append(answer.id)
