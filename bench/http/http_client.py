@@ -23,15 +23,17 @@ class Answer:
     token_seconds: tuple[float, ...]
 
 
-def complete_all(url: str, bodies: Sequence[dict[str, Any]]) -> tuple[list[Answer], float, float]:
-    """POST all to /v1/completions at once, each on a connection of its own; the answers, the start, the end. Raises
-    RuntimeError for one that is no success."""
-    return asyncio.run(_complete_all(url, bodies))
+def complete_all(
+    url: str, bodies: Sequence[dict[str, Any]], path: str = "/v1/completions"
+) -> tuple[list[Answer], float, float]:
+    """POST all at once, each on a connection of its own; the answers, the start, the end. Streams may be of
+    /v1/chat/completions and /v1/messages too. Raises RuntimeError for an answer that is no success."""
+    return asyncio.run(_complete_all(url, bodies, path))
 
 
-async def _complete_all(url: str, bodies: Sequence[dict[str, Any]]) -> tuple[list[Answer], float, float]:
+async def _complete_all(url: str, bodies: Sequence[dict[str, Any]], path: str) -> tuple[list[Answer], float, float]:
     address = urlsplit(url)
-    requests = [_request(address.netloc, body) for body in bodies]
+    requests = [_request(address.netloc, path, body) for body in bodies]
     started = time.perf_counter()
     exchanges = await asyncio.gather(*(_connect(address.hostname, address.port, request) for request in requests))
     await asyncio.gather(*(one.ended for one in exchanges))
@@ -49,10 +51,10 @@ async def _connect(host: str | None, port: int | None, request: bytes) -> _Excha
     return exchange
 
 
-def _request(host: str, body: dict[str, Any]) -> bytes:
+def _request(host: str, path: str, body: dict[str, Any]) -> bytes:
     content = json.dumps(body).encode()
     lines = [
-        "POST /v1/completions HTTP/1.1",
+        f"POST {path} HTTP/1.1",
         f"Host: {host}",
         "Content-Type: application/json",
         f"Content-Length: {len(content)}",
@@ -111,12 +113,20 @@ def _streamed(pieces: Sequence[tuple[float, bytes]]) -> Answer:
             message = json.loads(data)
             if "error" in message:
                 raise RuntimeError(message["error"]["message"])
+            is_done |= message.get("type") == "message_stop"
             if message.get("usage"):
-                num_tokens = message["usage"]["completion_tokens"]
-            text = "".join(choice["text"] for choice in message["choices"])
-            if text:
+                num_tokens = message["usage"].get("completion_tokens") or message["usage"]["output_tokens"]
+            if text := _text_of(message):
                 texts.append(text)
                 times.append(seconds)
     if not is_done:
         raise RuntimeError("a stream broke off")
     return Answer("".join(texts), num_tokens, tuple(times))
+
+
+def _text_of(event: dict[str, Any]) -> str:
+    """New text of one event: of completions, of chats, or of Anthropic's messages."""
+    if event.get("type") == "content_block_delta":
+        return str(event["delta"]["text"])
+    choices = event.get("choices", ())
+    return "".join(choice["text"] if "text" in choice else choice["delta"].get("content") or "" for choice in choices)

@@ -1,10 +1,11 @@
 """What a streamed token costs the API process: a real server whose engine computes nothing, and many streams.
 
-python -m bench.steps.stream_cost [--streams 64] [--tokens 128] [--step-ms 12] [--rounds 5] [--tree DIR]
+python -m bench.steps.stream_cost [--streams 64] [--tokens 128] [--step-ms 12] [--rounds 5] [--tree DIR | --messages]
 
 The processor time is that of all threads of the API process, over the tokens of its streams; the client is this
 process. With --tree a server of another checkout of this project is measured beside this one's, forth and back in each
 round, and what this one costs is told as a share of it: only that means something on a machine that others use.
+With --messages the sides are /v1/messages and /v1/chat/completions of one server.
 """
 
 from __future__ import annotations
@@ -46,20 +47,34 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=12.0, help="of the made-up engine")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tree", type=Path, help="another checkout, measured beside this one")
+    parser.add_argument("--messages", action="store_true", help="/v1/messages beside /v1/chat/completions")
     arguments = parser.parse_args()
-    trees = {"this": _ROOT} | ({"other": arguments.tree.resolve()} if arguments.tree else {})
     os.environ[VARIABLE] = str(arguments.step_ms / 1e3)
+    body = {"model": "base", "max_tokens": arguments.tokens, "stream": True, "ignore_eos": True}
     with contextlib.ExitStack() as stack:
-        servers = {name: stack.enter_context(_serving(tree)) for name, tree in trees.items()}
-        body = {"model": "base", "prompt": "Once upon a time", "max_tokens": arguments.tokens, "ignore_eos": True}
-        bodies = [body | {"stream": True, "stream_options": {"include_usage": True}}] * arguments.streams
-        for server in servers.values():
-            measure(server, bodies)
+        this = stack.enter_context(_serving(_ROOT))
+        if arguments.messages:
+            body["messages"] = [{"role": "user", "content": "Once upon a time"}]
+            counted = body | {"stream_options": {"include_usage": True}}
+            sides = {"messages": (this, "/v1/messages", body), "chat": (this, "/v1/chat/completions", counted)}
+        else:
+            body |= {"prompt": "Once upon a time", "stream_options": {"include_usage": True}}
+            sides = {"this": (this, "/v1/completions", body)}
+            if arguments.tree:
+                other = stack.enter_context(_serving(arguments.tree.resolve()))
+                sides["other"] = (other, "/v1/completions", body)
+
+        def run(name: str) -> Sample:
+            server, path, body = sides[name]
+            return measure(server, path, [body] * arguments.streams)
+
+        for name in sides:
+            run(name)
         rounds: list[dict[str, list[Sample]]] = []
         for _ in range(arguments.rounds):
-            rounds.append({name: [] for name in servers})
-            for name in forth_and_back(servers):
-                rounds[-1][name].append(measure(servers[name], bodies))
+            rounds.append({name: [] for name in sides})
+            for name in forth_and_back(sides):
+                rounds[-1][name].append(run(name))
     show(rounds)
 
 
@@ -75,10 +90,10 @@ def _serving(tree: Path) -> Any:
             server.stop()
 
 
-def measure(server: Server, bodies: list[dict[str, Any]]) -> Sample:
+def measure(server: Server, path: str, bodies: list[dict[str, Any]]) -> Sample:
     """One run of all streams."""
     before = processor_seconds(server.process.pid)
-    answers, _, _ = complete_all(server.url, bodies)
+    answers, _, _ = complete_all(server.url, bodies, path)
     seconds = processor_seconds(server.process.pid) - before
     gaps = [(later - earlier) * 1e3 for one in answers for earlier, later in pairwise(one.token_seconds)]
     return Sample(seconds / sum(answer.num_tokens for answer in answers) * 1e6, gaps)
@@ -101,7 +116,7 @@ def show(rounds: list[dict[str, list[Sample]]]) -> None:
             f"{name:6} {statistics.median(costs):6.1f} us a token ({min(costs):.1f} to {max(costs):.1f}); "
             f"between tokens {half:.2f} ms, p99 {most:.2f} ({most / half:.2f} times)"
         )
-    if "other" in rounds[0]:
+    if len(rounds[0]) > 1:
         means = [[statistics.mean(one.us_per_token for one in a_round[name]) for name in a_round] for a_round in rounds]
         ratios = [this / other for this, other in means]
         least = [min(one.us_per_token for a_round in rounds for one in a_round[name]) for name in rounds[0]]
