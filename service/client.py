@@ -78,6 +78,7 @@ class _Calls:
         ephemeral: bool = True,
         note: str = "",
         if_version: str = "",
+        on_new_version: Literal["keep", "continue"] | None = None,
     ) -> Any:
         """Make the adapter the name's current version; returns it as `Version`.
 
@@ -85,10 +86,12 @@ class _Calls:
         config      of tensors: a LoraConfig or a dict; of a PEFT model: the name of its adapter, "default" if None
         ephemeral   in the server's memory alone, until it ends
         if_version  number or digest that the name must stand for until then
+        on_new_version  of requests that do not say, from now on; None: as it is
         """
-        query = "?ephemeral=true" if ephemeral else ""
+        given = {"ephemeral": "true" if ephemeral else None, "on_new_version": on_new_version}
+        query = "&".join(f"{one}={value}" for one, value in given.items() if value is not None)
         headers = {"If-Match": f'"{if_version}"'} if if_version else {}
-        path = path_of("/v1/adapters", name) + query
+        path = path_of("/v1/adapters", name) + f"?{query}" * bool(query)
 
         def send() -> Version:
             config_file, tensors_file = _files_of(adapter, config)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
-from adapters.files.name_versions import Version, Visibility
+from adapters.files.name_versions import OnNewVersion, Version, Visibility
 from adapters.files.paths import without_root
 
 # Raised by msgspec for unreadable files.
@@ -72,8 +72,8 @@ class Summary(msgspec.Struct, frozen=True, gc=False):
 
 
 class AdapterRecord(msgspec.Struct, frozen=True, gc=False):
-    """A version of a name, and what it stands for. is_first: the name had none before. is_ephemeral: as in
-    `NameRecord`."""
+    """A version of a name, and what it stands for. is_first: the name had none before. is_ephemeral,
+    on_new_version: as in `NameRecord`."""
 
     name: str
     version: Version
@@ -83,6 +83,7 @@ class AdapterRecord(msgspec.Struct, frozen=True, gc=False):
     is_pinned: bool = False
     is_first: bool = False
     is_ephemeral: bool = False
+    on_new_version: OnNewVersion | None = None
 
     @property
     def digest(self) -> str:

@@ -20,6 +20,8 @@ from adapters.errors import Conflict, NotFound, Stale
 from adapters.files.paths import DIGEST, is_name, without_root
 
 Visibility = Literal["private", "shared", "public"]
+# What running requests do when the name moves, where they do not say.
+OnNewVersion = Literal["keep", "continue"]
 
 # A name, an owner's prefix included, and a version of it: `name@3`, `name@<12 to 64 digits of its digest>`.
 _NUMBER = re.compile(r"[1-9][0-9]{0,8}")
@@ -53,6 +55,7 @@ class NameRecord(msgspec.Struct, frozen=True, gc=False):
     is_pinned   whether engines keep the current content on the device; see `adapters.store.pins`
     first       number of the name's first version, kept or not
     is_ephemeral  whether the name, with all its versions, is gone when the server ends; no file has it
+    on_new_version  what running requests do when the name moves, if they do not say; None: what the server says
     """
 
     versions: tuple[Version, ...]
@@ -62,6 +65,7 @@ class NameRecord(msgspec.Struct, frozen=True, gc=False):
     is_pinned: bool = False
     first: int = 1
     is_ephemeral: bool = False
+    on_new_version: OnNewVersion | None = None
 
     @property
     def current(self) -> Version:
@@ -104,6 +108,7 @@ class Change(msgspec.Struct, frozen=True):
     quota       the owner's limits
     is_ephemeral  of a name's content, as in `NameRecord`
     root        see `Version`
+    on_new_version  None: an existing name's own
     """
 
     by: str = ""
@@ -115,6 +120,7 @@ class Change(msgspec.Struct, frozen=True):
     quota: Quota = Quota()
     is_ephemeral: bool = False
     root: str = ""
+    on_new_version: OnNewVersion | None = None
 
 
 # Raises where a name may not be given content: what the name is now (None: free), and the content's digest once known.
@@ -214,7 +220,9 @@ def changed(
 
 
 def seen(record: NameRecord, change: Change) -> NameRecord:
-    """The record with the change's visibility, if it has one."""
+    """The record with the change's visibility and setting, if it has them."""
+    if change.on_new_version is not None:
+        record = msgspec.structs.replace(record, on_new_version=change.on_new_version)
     if change.visibility is None:
         return record
     return msgspec.structs.replace(record, visibility=change.visibility, shared_with=change.shared_with)

@@ -139,6 +139,7 @@ class Catalog:
             is_pinned=record.is_pinned,
             is_first=is_first,
             is_ephemeral=record.is_ephemeral,
+            on_new_version=record.on_new_version,
         )
 
     def manifest(self, digest: str) -> Manifest:

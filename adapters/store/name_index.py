@@ -17,7 +17,7 @@ import msgspec
 
 from adapters.errors import Damaged, NotFound
 from adapters.files.manifest import Summary
-from adapters.files.name_versions import NameRecord, Visibility
+from adapters.files.name_versions import NameRecord, OnNewVersion, Visibility
 from adapters.files.paths import without_root
 
 log = logging.getLogger(__name__)
@@ -40,6 +40,7 @@ class Row(msgspec.Struct, frozen=True, gc=False):
     has_chat_template: bool
     is_ephemeral: bool = False
     root: str = ""
+    on_new_version: OnNewVersion | None = None
 
 
 class Viewer(msgspec.Struct, frozen=True):
@@ -145,6 +146,7 @@ class Index:
             is_ephemeral=record.is_ephemeral,
             has_chat_template=summary.has_chat_template,
             root=record.current.root,
+            on_new_version=record.on_new_version,
         )
 
     def _shown(self, query: Query) -> list[Iterator[tuple[str, str]]]:

@@ -109,6 +109,11 @@ class Publishing:
 
     def check_name(self, name: str, owner: str) -> None:
         """Raises InvalidName, or Conflict for the base model's name."""
+        if "@" in name:
+            raise InvalidName(
+                "An adapter's name has no '@': `name@version` is one version of a name, and those have numbers of the "
+                "server's. Load each step under `name` alone, or write another sign."
+            )
         if not is_name(name, owner):
             raise InvalidName(
                 "An adapter's name has 1 to 128 letters, digits, '.', '_', '-' and '/', of which each part between two "
@@ -172,7 +177,7 @@ class Publishing:
         return shown, is_new
 
     def show(self, name: str, change: Change) -> None:
-        """In a change: set an existing name's visibility, and nothing else."""
+        """In a change: set an existing name's visibility and setting, and nothing else."""
         before = self._catalog.record_of(name)
         record = rules.seen(before, change)
         if record != before:

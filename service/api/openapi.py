@@ -47,7 +47,9 @@ BATCH_ERRORS = errors((400, 401, 413, 429, 503))
 DELETE_ERRORS = errors((400, 401, 403, 404, 413, 429, 500, 503, 507))
 UPLOAD_ERRORS = errors((400, 401, 403, 409, 413, 429, 500, 503, 507))
 # Where a setting forbids things too; elsewhere 403 speaks of keys alone.
-_FORBIDDEN_BY_SETTING = frozenset({"/v1/load_lora_adapter", "/v1/unload_lora_adapter"})
+_FORBIDDEN_BY_SETTING = frozenset(
+    {"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/load_lora_adapter", "/skyrl/v1/load_lora_adapter"}
+)
 
 
 def streamed(

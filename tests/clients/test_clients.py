@@ -16,6 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+from peft import PeftModel
 
 from service.settings import BUNDLED_MODEL_DIR
 from tests.support.blocks import ROOT, blocks, run
@@ -24,7 +25,7 @@ from tests.support.http.scripted_server import make_text_model, scripted_server
 from tests.support.http.server import Server, running_server, wait_for
 from tests.support.http.tool_templates import TEMPLATES
 from tests.support.limits import LIMIT_SECONDS
-from tests.support.models.tiny_models import make_tiny_model
+from tests.support.models.tiny_models import load_oracle, make_adapter, make_tiny_model
 from tests.tolerances import LOGITS
 
 pytestmark = pytest.mark.wide
@@ -32,6 +33,8 @@ pytestmark = pytest.mark.wide
 PAGE = "docs/clients.md"
 # What clients ask the network for, though they are told all that they need.
 OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HF_HUB_OFFLINE": "1"}
+# Torch, transformers and PEFT of trainers are those of the tests.
+PATHS = {"PYTHONPATH": str(Path(torch.__file__).parents[1]), **OFFLINE}
 
 
 LAMP = re.compile(r"colour='?(red|green)'? on=(true|false)\n", re.IGNORECASE)
@@ -197,11 +200,9 @@ def test_trl(tmp_path: Path) -> None:
     model_dir, out = make_tiny_model("llama", tmp_path / "model", dtype=torch.float32), tmp_path / "out"
     out.mkdir()
     script = ROOT / "tests" / "clients" / "trl" / "grpo.py"
-    # Torch, transformers and PEFT are those of the tests.
-    paths = {"PYTHONPATH": str(Path(torch.__file__).parents[1]), "TRL_EXPERIMENTAL_SILENCE": "1", **OFFLINE}
     with running_server(model_dir, tmp_path / "server", lora_path_root=out) as server:
         command = [str(python), str(script), server.url, str(model_dir), str(out)]
-        found = json.loads(run(command, server, cwd=tmp_path, **paths).splitlines()[-1])
+        found = json.loads(run(command, server, cwd=tmp_path, **PATHS, TRL_EXPERIMENTAL_SILENCE="1").splitlines()[-1])
         asked = {"prompt": found["sequence"], "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
         asked["model"] = f"trl-policy-v{found['version']}"
         answer = httpx.post(f"{server.url}/v1/completions", json=asked, timeout=LIMIT_SECONDS).json()
@@ -211,6 +212,68 @@ def test_trl(tmp_path: Path) -> None:
     assert own == pytest.approx(found["logprobs"], abs=LOGITS[torch.float32])
     assert found["version"] > 4 and len(names) <= 5, names  # old ones are unloaded
     assert max(found["rewards"][-2:]) > found["rewards"][0] + 0.05, found
+
+
+def test_trl_server_mode(tmp_path: Path) -> None:
+    """The client that TRL's GRPO has of a server: it generates and scores with an adapter by its name, and is told that
+    the base's weights, which are all that it would send, are not taken."""
+    python = environment("trl") / "bin" / "python"
+    model_dir = make_tiny_model("llama", tmp_path / "model", dtype=torch.float32)
+    policy = make_adapter(model_dir, tmp_path / "saved" / "policy", rank=4, target_modules="all-linear", seed=1)
+    script = ROOT / "tests" / "clients" / "trl" / "server_mode.py"
+    with running_server(
+        model_dir, tmp_path / "server", preload_adapters_dir=policy.parent, model_name="base"
+    ) as server:
+        command = [str(python), str(script), server.url, "policy"]
+        told = json.loads(run(command, server, cwd=tmp_path, **PATHS).splitlines()[-1])
+    assert (told["base"], told["world_size"]) == ("base", 1)
+    assert "no weight-transfer engine" in told["refusal"]
+    prompts, answers = told["prompts"], told["answers"]["completion_ids"]
+    assert told["answers"]["prompt_ids"] == prompts
+    assert answers[::2] == answers[1::2] != told["of_base"]
+    for number, (prompt, answer) in enumerate(zip(prompts, answers[::2], strict=True)):
+        own = pytest.approx(_logprobs(model_dir, policy, prompt, answer), abs=LOGITS[torch.float32])
+        assert [one for (one,) in told["answers"]["logprobs"][2 * number]] == own
+        assert [one for (one,) in told["scored"]["actual_logprobs"][number]] == own
+        assert [one[0] for one in told["scored"]["logprob_token_ids"][number]] == answer
+    assert [len(one) for one in told["chats"]["completion_ids"]] == [4] * 4
+
+
+def _logprobs(model_dir: Path, adapter_dir: Path, prompt: list[int], answer: list[int]) -> list[float]:
+    """What PEFT says of each token of an answer."""
+    model = PeftModel.from_pretrained(load_oracle(model_dir, torch.float32), adapter_dir).eval()
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].float()
+    logprobs: list[float] = logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])[:, 0].tolist()
+    return logprobs
+
+
+def test_skyrl(tmp_path: Path) -> None:
+    """SkyRL's remote inference client with LoRA over three steps, which it loads by path: each answer is the new
+    adapter's, a request goes on over a pause, and an adapter comes while the server wakes."""
+    python = environment("skyrl") / "bin" / "python"
+    model_dir, saved = make_tiny_model("llama", tmp_path / "model", dtype=torch.float32), tmp_path / "saved"
+    steps = [
+        make_adapter(model_dir, saved / f"step-{seed}", rank=4, target_modules="all-linear", seed=seed)
+        for seed in range(3)
+    ]
+    script = ROOT / "tests" / "clients" / "skyrl" / "rollout.py"
+    with running_server(model_dir, tmp_path / "server", lora_path_root=saved, model_name="policy") as server:
+        command = [str(python), str(script), server.url, "policy", *map(str, steps)]
+        told = json.loads(run(command, server, cwd=tmp_path, **PATHS).splitlines()[-1])
+        names = [one["id"] for one in httpx.get(f"{server.url}/v1/models").json()["data"]]
+    for step, found in zip([*steps, steps[0]], [*told["steps"], told["woken"]], strict=True):
+        answers = zip(told["prompts"], found["response_ids"], found["response_logprobs"], strict=True)
+        for prompt, answer, logprobs in answers:
+            assert logprobs == pytest.approx(_logprobs(model_dir, step, prompt, answer), abs=LOGITS[torch.float32])
+    assert told["woken"]["response_ids"] == told["steps"][0]["response_ids"] != told["steps"][1]["response_ids"]
+    assert told["long"] == ["length", "length"]
+    sample, prompt = told["sample"], told["prompts"][0]
+    assert [one["stop_reason"] for one in sample["sequences"]] == ["length", "length"]
+    own = _logprobs(model_dir, steps[2], prompt[:1], prompt[1:])
+    assert sample["prompt_logprobs"][1:] == pytest.approx(own, abs=LOGITS[torch.float32])
+    assert [len(one) for one in sample["topk_prompt_logprobs"][1:]] == [2] * (len(prompt) - 1)
+    assert names == ["policy"]
 
 
 def _run_in(client: str, block: str, server: Server, cwd: Path) -> str:

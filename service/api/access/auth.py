@@ -60,6 +60,8 @@ ROUTES = (
     Route("/load_lora_adapter_from_tensors", "upload"),
     Route("/unload_lora_adapter", "delete"),
     Route("/v1/load_lora_adapter", "admin"),
+    Route("/load_lora_adapter", "admin"),
+    Route("/skyrl/v1/load_lora_adapter", "admin"),
     Route("/v1/unload_lora_adapter", "admin"),
     Route("/reset_prefix_cache", "control"),
     Route("/flush_cache", "control"),

@@ -14,7 +14,7 @@ from starlette.convertors import Convertor, register_url_convertor
 
 from adapters.errors import NotFound, QuotaExceeded
 from adapters.files.manifest import AdapterRecord
-from adapters.files.name_versions import Change, Condition, NameRecord, Quota, Visibility, split
+from adapters.files.name_versions import Change, Condition, NameRecord, OnNewVersion, Quota, Visibility, split
 from adapters.files.paths import OWNERLESS, join, separate
 from adapters.store.name_index import Viewer
 from adapters.store.store import AdapterStore, Lease, Upload
@@ -145,13 +145,16 @@ class Namespace:
         shared_with: tuple[str, ...] = (),
         root: str = "",
         condition: Condition,
+        on_new_version: OnNewVersion | None = None,
     ) -> tuple[AdapterRecord, bool]:
         """See `Upload.finish`; `full_name` is of `place`. LimitReached if the owner may not have more."""
         owner = separate(full_name)[0]
         usual: Visibility = "private" if self._tenants.has_file else "public"
         limits = self._tenants.limits_of(owner or DEFAULT)
         quota = Quota() if limits is None else Quota(limits.adapters, limits.adapter_bytes)
-        change = Change(self._by, note, owner, visibility, shared_with, usual, quota, root=root)
+        change = Change(
+            *(self._by, note, owner, visibility, shared_with, usual, quota), root=root, on_new_version=on_new_version
+        )
         try:
             return upload.finish(full_name, change, condition=condition)
         except QuotaExceeded as error:

@@ -103,6 +103,7 @@ async def take_upload(
                 visibility=sent.visibility,
                 shared_with=sent.shared_with,
                 condition=condition,
+                on_new_version=query.on_new_version,
             )
         finally:
             await in_upload_thread(upload.discard)
@@ -233,6 +234,7 @@ def describe(request: Request, record: AdapterRecord, sent_note: str = "") -> Ad
         manifest.has_chat_template,
         record.is_ephemeral,
         version.root,
+        record.on_new_version,
     )
     return AdapterResponse(
         **_listed(services, namespace_of(request, require_store(services)), row, _fact(services, row.name, row.digest)),
@@ -295,6 +297,7 @@ def _listed(services: Services, namespace: Namespace, row: Row, fact: _Fact) -> 
         "rows": row.rows,
         "pinned": row.is_pinned,
         "ephemeral": row.is_ephemeral,
+        "on_new_version": row.on_new_version,
         "state": fact.state,
         "has_chat_template": row.has_chat_template,
         "last_used": fact.last_used,

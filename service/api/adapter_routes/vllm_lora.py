@@ -1,4 +1,5 @@
-"""vLLM's /v1/load_lora_adapter and /v1/unload_lora_adapter: adapters from a directory that the operator allowed."""
+"""vLLM's /v1/load_lora_adapter and /v1/unload_lora_adapter, and what trainers put in the first one's place: adapters
+from a directory that the operator allowed."""
 
 from __future__ import annotations
 
@@ -22,9 +23,10 @@ from service.api.adapter_routes.adapters import audit_change, remove_adapter, re
 from service.api.entry.request_log import note
 from service.api.errors import BadRequest, Forbidden, InvalidUserInput, UnknownModel
 from service.api.openapi import DELETE_ERRORS, errors
+from service.api.schema.answers import LoraUpdated
 from service.api.schema.base import no_query
 from service.api.schema.error_messages import bad_request
-from service.api.schema.requests import LoadLoraRequest, UnloadLoraRequest
+from service.api.schema.requests import LoadInPlaceRequest, LoadLoraRequest, UnloadLoraRequest
 from service.api.state import Services, services_of
 from service.api.uploads.multipart import in_upload_thread
 from service.fairness.client_identity import CLIENT
@@ -51,9 +53,11 @@ class _Route(APIRoute):
         return handle_if_on
 
 
-PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+# prime-rl and SGLang call the third, SkyRL the fourth.
+PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/load_lora_adapter", "/skyrl/v1/load_lora_adapter")
 router = APIRouter(tags=["vLLM"], route_class=_Route)
 
+_LOAD_ERRORS = errors((400, 401, 403, 404, 409, 413, 429, 500, 503, 507))
 _ANSWER: dict[int | str, dict[str, Any]] = {
     200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "Done; a sentence says so."}
 }
@@ -63,11 +67,26 @@ _ANSWER: dict[int | str, dict[str, Any]] = {
     PATHS[0],
     dependencies=[no_query],
     response_class=PlainTextResponse,
-    responses={**errors((400, 401, 403, 404, 409, 413, 429, 500, 503, 507)), **_ANSWER},
+    responses={**_LOAD_ERRORS, **_ANSWER},
     summary="Load an adapter from the operator's directory",
 )
 async def load_lora_adapter(request: Request, body: LoadLoraRequest) -> PlainTextResponse:
     """Copy a PEFT directory below --lora-path-root into the store under a name."""
+    await _load(request, body)
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+@router.post(
+    PATHS[2], dependencies=[no_query], responses=_LOAD_ERRORS, summary="Move a name to an adapter in the directory"
+)
+@router.post(PATHS[3], dependencies=[no_query], responses=_LOAD_ERRORS, summary="The same as /load_lora_adapter")
+async def load_in_place(request: Request, body: LoadInPlaceRequest) -> LoraUpdated:
+    """The same as /v1/load_lora_adapter with `load_inplace`: a name that is taken moves."""
+    record = await _load(request, body)
+    return LoraUpdated(success=True, error_message="", version=record.version.number, digest=record.digest)
+
+
+async def _load(request: Request, body: LoadLoraRequest) -> AdapterRecord:
     refuse_conditions(request, "send PUT /v1/adapters/{name}")
     services = services_of(request)
     root = _require_root(services)
@@ -81,7 +100,7 @@ async def load_lora_adapter(request: Request, body: LoadLoraRequest) -> PlainTex
     services.published(record)
     note(request, adapter=record.reference, digest=record.digest[:12])
     audit_change(request, "upload" if record.is_first else "replacement", record)
-    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+    return record
 
 
 @router.post(

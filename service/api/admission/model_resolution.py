@@ -9,7 +9,7 @@ from functools import partial
 
 from adapters import errors as store_errors
 from adapters.files.manifest import AdapterRecord, Manifest
-from adapters.files.name_versions import Version, split
+from adapters.files.name_versions import OnNewVersion, Version, split
 from adapters.peft.config import invocation_start
 from adapters.store.store import Lease
 from adapters.sums import digest_of, is_sum, parts_of, rows_of, what_cannot_be_added
@@ -65,6 +65,11 @@ class ResolvedModel:
     def version(self) -> Version | None:
         """The adapter's version; None for the base and for sums."""
         return self.parts[0].record.version if self.parts and not self.is_sum else None
+
+    @property
+    def on_new_version(self) -> OnNewVersion | None:
+        """The setting of the adapter's name; None where it has none, and for the base and sums."""
+        return self.parts[0].record.on_new_version if self.version is not None else None
 
     @property
     def adapter_rows(self) -> dict[str, int]:

@@ -221,6 +221,7 @@ def _plans(
         pooled = sampling_of(services, target, pooling)
         return [plan(uuid4().hex, prompt, pooled, pooling=pooling, cache_salt=salt) for prompt in prompts]
     plans = []
+    on_new_version = request.on_new_version or target.on_new_version or services.settings.on_new_version
     for prompt in prompts:
         sampling = build_sampling(
             request,
@@ -243,7 +244,7 @@ def _plans(
                     skip_special_tokens=request.skip_special_tokens is not False,
                     include_stop=bool(request.include_stop_str_in_output or request.no_stop_trim),
                     cache_salt=request.cache_salt or "",
-                    on_new_version=request.on_new_version or services.settings.on_new_version,
+                    on_new_version=on_new_version,
                     tells_versions=request.on_new_version is not None,
                 )
             )

@@ -58,8 +58,8 @@ def echoed_logprobs(
 def prompt_logprobs(
     tokenizer: TextTokenizer, entries: Sequence[ScoredToken | None], num_top: int
 ) -> list[dict[str, Any] | None]:
-    """vLLM's shape for the prompt: of each token its log probability and those of `num_top` alternatives (-1: all),
-    by id."""
+    """vLLM's shape for the prompt: of each token its log probability, and behind it those of `num_top` alternatives
+    (-1: all), by id."""
     return [None if entry is None else _by_id(tokenizer, entry, num_top) for entry in entries]
 
 
@@ -122,7 +122,9 @@ def _no_probability(token_id: int) -> ScoredToken:
 
 def _by_id(tokenizer: TextTokenizer, entry: ScoredToken, num_top: int) -> dict[str, Any]:
     ranks = {token_id: rank for rank, (token_id, _) in enumerate(entry.top, start=1)}
-    shown = dict(entry.top if num_top < 0 else entry.top[:num_top]) | {entry.token_id: entry.logprob}
+    own = {entry.token_id: entry.logprob}
+    # The prompt's own comes first, as vLLM has it: prime-rl reads no other.
+    shown = own | dict(entry.top if num_top < 0 else entry.top[:num_top]) | own
     return {
         str(token_id): {
             "logprob": max(logprob, LOWEST_LOGPROB),

@@ -78,6 +78,12 @@ async def get_load(request: Request) -> LoadResponse:
     return LoadResponse(server_load=services_of(request).gate.num_open)
 
 
+@router.get(  # as verl asks
+    "/flush_cache",
+    dependencies=[no_query],
+    responses=errors((400, 401, 403, 503)),
+    summary="The same as /reset_prefix_cache",
+)
 @router.post(
     "/flush_cache",
     dependencies=[no_query],

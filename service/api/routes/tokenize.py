@@ -22,7 +22,6 @@ from service.api.schema.requests import ChatRequest, DetokenizeRequest, Tokenize
 from service.api.state import Services, services_of
 from service.api.threads import LONG_TEXTS, in_turn, run_in_thread
 from service.tenants.tenants import Caller
-from service.text.tokenizer import TextTokenizer
 
 router = APIRouter(tags=["text"], route_class=JsonRoute)
 
@@ -134,15 +133,18 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
         resolve(services, caller_of(request), body.model).release()
     with ExitStack() as held:
         held.enter_context(services.calls.places(num_places(len(body.tokens), _TOKENS_PER_PLACE)))
-        text = await in_turn(_text, services.tokenizer, body.tokens, pool=LONG_TEXTS)
+        text = await in_turn(_text, services, body.tokens, pool=LONG_TEXTS)
         return json_answer({"prompt": text}, held.pop_all().close)
 
 
-def _text(tokenizer: TextTokenizer, token_ids: list[int]) -> str:
+def _text(services: Services, token_ids: list[int]) -> str:
+    ready = services.engine.ready
+    # A model may answer with ids that its tokenizer has no text for.
+    vocab_size = max(services.tokenizer.vocab_size, 0 if ready is None else ready.vocab_size)
     highest = max(token_ids, default=-1)
-    if highest >= tokenizer.vocab_size:
-        last = tokenizer.vocab_size - 1
+    if highest >= vocab_size:
         raise BadRequest(
-            f"`tokens` holds {highest}, which is out of vocabulary: the last token is {last}.", param="tokens"
+            f"`tokens` holds {highest}, which is out of vocabulary: the last token is {vocab_size - 1}.",
+            param="tokens",
         )
-    return tokenizer.decode(token_ids, skip_special_tokens=False)
+    return services.tokenizer.decode(token_ids, skip_special_tokens=False)

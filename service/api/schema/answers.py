@@ -195,8 +195,9 @@ class ModuleReport(Response):
 class AdapterSummary(Response):
     """An adapter, as it is listed: the current `version` of its name. `state` is where its weights are now; `last_used`
     when a request for it last began to run, in Unix seconds, null if none has since the server started. `pinned`:
-    whether it is to be on the device, asked for or not. `ephemeral`: whether the name goes with the server. `replicas`:
-    of several engines, those that hold it."""
+    whether it is to be on the device, asked for or not. `ephemeral`: whether the name goes with the server.
+    `on_new_version`: of requests that do not say; null: the server's. `replicas`: of several engines, those that hold
+    it."""
 
     name: str
     object: Literal["adapter"]
@@ -211,6 +212,7 @@ class AdapterSummary(Response):
     rows: dict[str, int]
     pinned: bool
     ephemeral: bool
+    on_new_version: Literal["keep", "continue"] | None
     state: Literal["disk", "host", "device"]
     has_chat_template: bool
     last_used: int | None

@@ -135,11 +135,13 @@ class LoraConfig(Response):
 
 
 class ServerConfig(Response):
-    """Those parts of vLLM's configuration that its clients read; lora_config is null where LoRA is off."""
+    """Those parts of vLLM's configuration that its clients read; lora_config is null where LoRA is off, and
+    weight_transfer_config always, since weights of the base never change."""
 
     model_config_: ModelConfig = Field(alias="model_config")
     parallel_config: ParallelConfig
     lora_config: LoraConfig | None
+    weight_transfer_config: None = None
 
 
 class ServerInfoResponse(Response):

@@ -392,6 +392,12 @@ class LoadLoraRequest(Request):
     is_3d_lora_weight: Literal[False] | None = Field(None, description="3-D expert weights are not supported")
 
 
+class LoadInPlaceRequest(LoadLoraRequest):
+    """Body of POST /load_lora_adapter and /skyrl/v1/load_lora_adapter."""
+
+    load_inplace: Literal[True] = Field(True, description="always")
+
+
 class UnloadLoraRequest(Request):
     """Body of POST /v1/unload_lora_adapter, vLLM's."""
 

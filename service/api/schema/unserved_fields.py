@@ -162,6 +162,7 @@ _OF_CHATS_ALONE = (
 LOAD_TENSORS_FIELDS = _table(
     _inert("lora_id", "rid", "http_worker_ipc"),
     _refused("pinned", neutral=(False,), advice="send PUT /v1/adapters/{name}/pin"),
+    _refused("serialized_named_tensors", advice="send `serialized_tensors`, safetensors in base64"),
     _refused("added_tokens_config", neutral=({},), advice="send the tokenizer's files to PUT /v1/adapters/{name}"),
 )
 # Fields of /inference/v1/generate, and of its `sampling_params`: vLLM's own that a completion has not.

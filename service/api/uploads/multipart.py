@@ -17,7 +17,7 @@ from pydantic import BaseModel, Field
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from adapters.files.name_versions import Visibility
+from adapters.files.name_versions import OnNewVersion, Visibility
 from adapters.quota import NUM_SMALL
 from adapters.store.store import Upload, UploadPart
 from service.api.errors import BadRequest
@@ -223,4 +223,9 @@ class UploadQuery(BaseModel, extra="forbid"):
     without_tokenizer: bool = Field(
         False,
         description="leave out tokenizer.json, tokenizer_config.json, added_tokens.json and special_tokens_map.json",
+    )
+    on_new_version: OnNewVersion | None = Field(
+        None,
+        description="what requests without `on_new_version` do from now on when the name moves; default: the name's "
+        "setting stays, and one that has none takes --on-new-version",
     )

@@ -97,7 +97,10 @@ class TensorsJson:
                 self._begin_tensors()
                 return rest
         if len(self._beside) > MAX_BESIDE_BYTES:
-            raise BodyTooLarge(f"The body has more than {MAX_BESIDE_BYTES} bytes beside `serialized_tensors`.")
+            raise BodyTooLarge(
+                f"The body has more than {MAX_BESIDE_BYTES} bytes beside `serialized_tensors`, which takes the "
+                "tensors: safetensors in base64."
+            )
         return b""
 
     def _begin_tensors(self) -> None:

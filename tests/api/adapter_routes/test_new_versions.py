@@ -114,6 +114,27 @@ def moved(server: Server, clients: ThreadPoolExecutor, change: Callable[[], obje
     return asked.result()
 
 
+def test_a_name_has_a_setting_between_the_server_s_and_the_request_s(
+    server: Server, contents: list[Path], named: list[str], clients: ThreadPoolExecutor
+) -> None:
+    shown = server.get(f"/v1/adapters/{NAME}").json()
+    assert shown["on_new_version"] is None
+    again = put(server, contents[0], "?on_new_version=continue")
+    assert (again["version"], again["on_new_version"]) == (shown["version"], "continue")
+    said = []
+    for at, fields in ((1, {}), (0, {"on_new_version": "keep"}), (2, {})):
+        answer = moved(server, clients, lambda at=at: put(server, contents[at]), **fields)
+        said.append(answer.headers["x-multilora-adapter"].partition("sha256:")[2])
+    assert said == [named[1], named[1], named[2]]
+    (row,) = server.get(f"/v1/adapters?prefix={NAME}").json()["data"]
+    assert (row["version"], row["on_new_version"]) == (shown["version"] + 3, "continue")
+    put(server, contents[2], "?on_new_version=keep")
+    answer = moved(server, clients, lambda: put(server, contents[0]))
+    assert answer.headers["x-multilora-adapter"].endswith(named[2])
+    wrong = server.http.put(f"{server.url}/v1/adapters/{NAME}?on_new_version=restart", files=parts_of(contents[0]))
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "on_new_version")
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [

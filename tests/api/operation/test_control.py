@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+import pickle
+import shutil
 import signal
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -389,6 +392,84 @@ def test_trl_s_calls_of_a_rollout_step(
     assert controlled.call("POST", "/resume").status_code == 200
     assert asked.result()[1] == "length"
     assert controlled.call("POST", "/v1/unload_lora_adapter", json={"lora_name": "policy-v1"}).status_code == 200
+
+
+def generated(controlled: Controlled, model: str) -> tuple[list[int], list[float]]:
+    """Tokens and log probabilities of the request that prime-rl's environments send: `generate` of renderers 0.1.12
+    (renderers/client.py)."""
+    sampling = {"temperature": 0, "max_tokens": 6, "stop_token_ids": [2], "logprobs": 1, "skip_special_tokens": False}
+    body = {"model": model, "token_ids": [5, 6, 7], "sampling_params": sampling, "cache_salt": "1"}
+    (choice,) = controlled.post("/inference/v1/generate", body)["choices"]
+    content = choice["logprobs"]["content"]
+    assert [one["token"] for one in content] == [f"token_id:{token}" for token in choice["token_ids"]]
+    return choice["token_ids"], [one["logprob"] for one in content]
+
+
+@pytest.mark.parametrize("route", ["/load_lora_adapter", "/skyrl/v1/load_lora_adapter"])
+def test_prime_rl_s_calls_of_a_step(controlled: Controlled, checkpoints: Checkpoints, route: str) -> None:
+    """The calls of prime-rl's orchestrator with an adapter, replayed as its code makes them but for the key
+    (src/prime_rl/utils/client.py of 559b4477: `check_health`, `maybe_check_has_model`, `load_lora_adapter`,
+    `prefill_logprobs`, `unload_lora_adapter`); the trainer itself does not run here. SkyRL's route takes the same."""
+    assert controlled.call("GET", "/health").status_code == 200
+    assert "tiny" in [one["id"] for one in controlled.call("GET", "/v1/models").json()["data"]]
+    found, versions = [], []
+    for step, directory in enumerate((checkpoints.spare, checkpoints.adapters / "alpha")):
+        at_root = checkpoints.spare.parent / f"step-{step}"
+        if not at_root.exists():
+            shutil.copytree(directory, at_root)
+        loaded = controlled.post(route, {"lora_name": "r16-a32", "lora_path": at_root.as_posix()})
+        assert loaded["success"]
+        versions.append(loaded["version"])
+        assert controlled.call("PUT", f"/v1/adapters/same-{step}", files=parts_of(directory)).status_code < 300
+        assert generated(controlled, "r16-a32") == generated(controlled, f"same-{step}")
+        scoring = {"max_tokens": 1, "temperature": 1.0, "top_p": 1.0, "prompt_logprobs": 1}
+        body = {"model": "r16-a32", "token_ids": [5, 6, 7, 8], "sampling_params": scoring}
+        scored = controlled.post("/inference/v1/generate", body)["prompt_logprobs"]
+        # The first entry of each is what it takes for the prompt's own token.
+        found.append([next(iter(one.items())) for one in scored[1:]])
+        assert [token for token, _ in found[-1]] == ["6", "7", "8"]
+    assert found[0] != found[1] and versions[1] == versions[0] + 1
+    refused = controlled.call("POST", route, json={"lora_name": "r16-a32", "lora_path": "/etc"})
+    assert refused.status_code == 403
+    assert controlled.call("POST", "/v1/unload_lora_adapter", json={"lora_name": "r16-a32"}).status_code == 200
+
+
+def test_verl_s_calls_of_a_step(controlled: Controlled, checkpoints: Checkpoints) -> None:
+    """What verl 0.9.1 sends to an SGLang server at a step with an adapter (verl/workers/rollout/sglang_rollout:
+    `_update_weights` of sglang_rollout.py, AsyncHttpServerAdapter of http_server_engine.py), but for the key: its
+    pickle is refused by the name of the form that is taken, and its calls work with that form."""
+    name = "verl_sglang_lora"
+    assert name not in [one["id"] for one in controlled.call("GET", "/v1/models").json()["data"]]
+    config = json.loads((checkpoints.spare / "adapter_config.json").read_text())
+    body = {"lora_name": name, "config_dict": config}
+    pickled = base64.b64encode(pickle.dumps({"a.lora_A.weight": bytes(1 << 21)})).decode()
+    for status, field in (
+        (413, {"serialized_named_tensors": [pickled]}),
+        (400, {"serialized_named_tensors": [pickled[:64]]}),
+        (400, {"serialized_tensors": pickled}),
+    ):
+        refused = controlled.call("POST", "/load_lora_adapter_from_tensors", json={**body, **field})
+        assert (refused.status_code, "safetensors in base64" in refused.text) == (status, True), refused.text
+    tensors = base64.b64encode((checkpoints.spare / "adapter_model.safetensors").read_bytes()).decode()
+    assert controlled.post("/load_lora_adapter_from_tensors", {**body, "serialized_tensors": tensors})["success"]
+    assert controlled.call("GET", "/flush_cache").status_code == 200
+    controlled.pause("keep")
+    controlled.post("/continue_generation")
+    assert controlled.call("PUT", "/v1/adapters/same", files=parts_of(checkpoints.spare)).status_code < 300
+    assert generated(controlled, name) == generated(controlled, "same")
+    assert controlled.post("/unload_lora_adapter", {"lora_name": name})["success"]
+
+
+def test_art_s_calls_of_a_step(controlled: Controlled, checkpoints: Checkpoints) -> None:
+    """ART 0.5.18 (art/unsloth/service.py: `_reload_adapter`, `_sleep_runtime`, `_wake_runtime`) starts a vLLM of its
+    own and has a name for each step, `name@step`. Here that is a version of a name, so the load is refused."""
+    load = {"lora_name": "agent@1", "lora_path": str(checkpoints.spare), "load_inplace": True}
+    refused = controlled.call("POST", "/v1/load_lora_adapter", json=load)
+    assert (refused.status_code, "`name@version` is one version" in refused.text) == (400, True), refused.text
+    assert controlled.call("POST", "/v1/unload_lora_adapter", json={"lora_name": "agent@1"}).status_code == 404
+    assert controlled.call("POST", "/sleep", params={"level": 1, "mode": "wait"}).status_code == 200
+    assert controlled.call("POST", "/wake_up").status_code == 200
+    assert whole(controlled, SHORT)[1] == "length"
 
 
 def test_a_pause_of_a_client_that_has_died_ends_by_itself(checkpoints: Checkpoints, tmp_path: Path) -> None:

@@ -98,11 +98,14 @@ STATUSES: dict[str, tuple[str, str]] = {
     "delete /v1/adapters/{name}/pin": ("200 400 404 413 500 503 507", "401 403"),
     # 403 without keys too: where --lora-path-root is not set, and for paths outside it.
     "post /v1/load_lora_adapter": ("200 400 403 404 409 413 429 500 503 507", "401"),
+    "post /load_lora_adapter": ("200 400 403 404 409 413 429 500 503 507", "401"),
+    "post /skyrl/v1/load_lora_adapter": ("200 400 403 404 409 413 429 500 503 507", "401"),
     "post /v1/unload_lora_adapter": ("200 400 403 404 413 429 500 503 507", "401"),
     "post /load_lora_adapter_from_tensors": ("200 400 409 413 429 500 503 507", "401 403"),
     "post /unload_lora_adapter": ("200 400 404 413 429 500 503 507", "401 403"),
     "post /reset_prefix_cache": ("200 400 413 503", "401 403"),
     "post /flush_cache": ("200 400 413 503", "401 403"),
+    "get /flush_cache": ("200 400 503", "401 403"),
     "get /server_info": ("200 400 503", "401 403"),
     "get /get_world_size": ("200 400", "401 403"),
     "post /abort_requests": ("200 400 413 503", "401 403"),
@@ -314,6 +317,8 @@ class TestOpenapi:
         assert needs["download"] == {"get /v1/adapters/{name}/archive"}
         assert needs["admin"] == {
             "post /v1/load_lora_adapter",
+            "post /load_lora_adapter",
+            "post /skyrl/v1/load_lora_adapter",
             "post /v1/unload_lora_adapter",
             "put /v1/adapters/{name}/pin",
             "delete /v1/adapters/{name}/pin",
@@ -321,6 +326,7 @@ class TestOpenapi:
         assert needs["control"] == {
             "post /reset_prefix_cache",
             "post /flush_cache",
+            "get /flush_cache",
             "post /abort_requests",
             "post /abort_request",
             "get /server_info",

@@ -242,6 +242,10 @@ def test_bad_detokenize_requests_are_refused(server: Server, tokens: Any) -> Non
     check_error(server.post("/detokenize", json={"tokens": tokens}), 400, None, "tokens")
 
 
+def test_an_id_without_a_text_that_the_model_may_answer_with_is_none_of_them(server: Server) -> None:
+    assert server.post("/detokenize", json={"tokens": [5, VOCAB_SIZE - 1]}).status_code == 200
+
+
 def test_what_is_wrong_in_a_long_list_is_told_by_its_place(server: Server) -> None:
     """Such a list is looked at in pieces."""
     for wrong, words in ((-1, "greater than or equal to 0"), ("5", "integer"), (None, "integer")):
