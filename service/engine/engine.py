@@ -139,7 +139,7 @@ class Engine:
         )
         self.pauses = Pauses(self.scheduler, self.requests)
         self.records = StepRecords()
-        self.is_idle = True  # the last call of `step` has neither launched nor collected anything
+        self.is_idle = True  # the last call of `step` has neither launched, collected nor preempted anything
         self.rows = rows
         self.host = host
         self.runner = runner
@@ -229,12 +229,14 @@ class Engine:
     def step(self) -> list[Event]:
         """One forward pass for all that can run, and what came of it: of the pass before, with overlap. Runs no model
         if nothing can."""
+        num_preemptions = self.scheduler.num_preemptions
         launched = self._launch()
         has_collected = self._collect_in_flight()
         self._in_flight = launched
         if not self._overlaps:
             has_collected = self._collect_in_flight()
-        self.is_idle = launched is None and not has_collected
+        has_preempted = self.scheduler.num_preemptions > num_preemptions  # what has yielded may join in the next one
+        self.is_idle = launched is None and not (has_collected or has_preempted)
         self.pauses.settle(has_step_in_flight=self.has_step_in_flight)
         return self.take_events()
 

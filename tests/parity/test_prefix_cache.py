@@ -4,6 +4,7 @@ preempted, aborted and evicted, in memory that begins as NaN."""
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,10 @@ import pytest
 import torch
 
 from service.engine.engine import Engine
+from service.engine.ipc.messages import Tokens
 from service.engine.model.runner import ModelRunner
 from service.models.families import model_spec
-from service.models.layers.caches import state_bytes_per_line
+from service.models.layers.caches import KvCache, state_bytes_per_line
 from service.models.spec.config_json import read_config
 from tests.support.engine.engine_parity import (
     BASE,
@@ -57,6 +59,8 @@ def requests_of(world: World, num: int) -> list[Request]:
         prompt = stem[: rng.choice((rng.randint(1, 43), 40, 43))] + (rest if rng.random() < 0.7 else ())
         adapter = (BASE, *world.adapters)[i % (1 + len(world.adapters))]
         requests.append(Request(f"r{i}", adapter, prompt, rng.randint(4, 12)))
+    for first in range(0, num, 8):  # equal prompts, which begin at once
+        requests[first + 1] = replace(requests[first], name=f"r{first + 1}")
     return requests
 
 
@@ -103,3 +107,51 @@ def test_tokens_with_the_cache_are_those_without_it(world: World, overlap: bool)
     for request in requests:
         if request.adapter != "activated":
             assert_greedy(oracle, request, tokens[True][request.name])
+
+
+def bits_of(engine: Engine, line: int, block: int) -> list[torch.Tensor]:
+    """Copies of a line of state, and of keys and values of a block's first three tokens."""
+    assert isinstance(engine.runner, ModelRunner)
+    caches = engine.runner.caches.each
+    states = [getattr(one, name)[line] for one in caches for name in ("lines", "matrices") if hasattr(one, name)]
+    keys = [tensor[block][:3] for one in caches if isinstance(one, KvCache) for tensor in (one.k, one.v)]
+    return [tensor.clone() for tensor in (*states, *keys)]
+
+
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text", "granitemoehybrid"])
+def test_the_state_before_the_last_token_of_equal_prompts_has_the_bits_of_a_cut_there(
+    family: str, tmp_path: Path, device: str
+) -> None:
+    """And so have the first tokens' keys and values that are copied; all go on as one that shares nothing."""
+    world = world_of(family, tmp_path, device)
+    prompt = tuple(random.Random(1).randrange(10, VOCAB_SIZE) for _ in range(40))
+    kept: dict[bool | str, list[torch.Tensor]] = {}
+    tokens = {}
+    for has_cache in (False, True):
+        sizes = {
+            "num_blocks": 60,
+            "token_budget": 64 if has_cache else 39,
+            "max_sequences": 6,
+            "side_bytes": 2**20,
+            "overlap": False,
+        }
+        sizes["state_cache_bytes"] = 8 * state_bytes_per_line(model_spec(read_config(world.model_dir)), world.dtype)
+        engine = build_engine(config_of(world, prefix_cache=has_cache, **sizes))
+        for i in range(4 if has_cache else 1):
+            engine.submit(Request(f"r{i}", "plain", prompt, 9).submit(world))
+        assert not engine.step()  # all but the last token of the first
+        (sequence,) = engine.scheduler.running
+        place = sequence.source_line or sequence.line, engine.blocks.blocks(sequence.key)[-1]
+        kept[has_cache] = bits_of(engine, *place)
+        events = engine.run_until_idle()
+        tokens[has_cache] = {
+            name: [t for e in events if isinstance(e, Tokens) and e.request_id == name for t in e.token_ids]
+            for name in ("r0", "r1", "r2", "r3")
+        }
+        if has_cache:
+            assert engine.cache.counts.hit_tokens == 3 * 39
+            kept["afterwards"] = bits_of(engine, *place)
+        engine.close()
+    for name in (True, "afterwards"):
+        assert all(torch.equal(one, other) for one, other in zip(kept[name], kept[False], strict=True))
+    assert all(some == tokens[False]["r0"] for some in tokens[True].values()), "the tokens differ"

@@ -127,6 +127,18 @@ class BlockPool:
         account.view = tuple(account.blocks)
         return True
 
+    def replace_last(self, key: int) -> bool:
+        """Take another block instead of the account's last one, which it holds beside its table. False, and nothing
+        changed, if none is free."""
+        account = self._accounts[key]
+        index = len(account.blocks) - 1
+        if not self.extend(key, index + 2):
+            return False
+        account.beside.append((index, account.blocks[index]))
+        account.blocks[index] = account.blocks.pop()
+        account.view = tuple(account.blocks)
+        return True
+
     def blocks(self, key: int) -> tuple[int, ...]:
         """The account's blocks, in the order of the sequence."""
         return self._accounts[key].view

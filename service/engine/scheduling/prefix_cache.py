@@ -14,8 +14,9 @@ computed of its last block are found too, and that block is copied.
 Where the model has states, a prefix is found as far as a state was kept (`state_lines.py`), and its blocks behind that
 are computed a second time. States are kept where a later request is known to want one: where the request says so
 (`Submit.keep_at`: chats know it), where one begins that goes on like this one (the blocks are found and no state), and
-where one waits for this one. A chunk ends there, with a block, since a node is a whole one. Others are kept where a
-chunk happens to end with a block.
+where one waits for this one. A chunk ends there, with a block, since a node is a whole one; but where all prompt tokens
+but the last of one that waits are common, a chunk ends with these, and the part of a block becomes a tail: the sequence
+goes on in a copy of it, as all do that find it. Others are kept where a chunk happens to end with a block.
 
 A sequence whose prompt another one is just computing *awaits* it, for a bounded number of steps.
 
@@ -25,56 +26,16 @@ Host time: one look-up in a dict for a block that is found or published, nothing
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-
-import numpy as np
+from dataclasses import dataclass
 
 from adapters.sums import parts_of
 from service.engine.scheduling.kv_blocks import BlockPool
-from service.engine.scheduling.prefix_trie import Node, PrefixTrie, Scope
+from service.engine.scheduling.prefix_trie import Found, Node, PrefixTrie, Way, tag_of
 from service.engine.scheduling.state_lines import StateLines
 from service.engine.sequences.sequence import NEVER, Sequence, num_equal, same_until
 
 # Steps that a prefix is awaited for: so many, and so many times those that the sequence's own prompt takes.
 _AWAITED_STEPS, _AWAITED_TIMES = 16, 4
-_TOKEN_BYTES = 4
-
-
-@dataclass(slots=True, eq=False)
-class _Way:
-    """The way of a sequence through the trie.
-
-    tag          digest of its adapter; empty for the base
-    parts        keys of its first blocks, as far as they were asked for
-    node         while it runs and publishes: the last that it has found or published, `num_nodes` below the root
-    first_own    blocks before this one were others' whenever it joined
-    in_flight    its entry in the table of blocks that are being computed
-    awaited      the sequence that it awaits, and how many tokens that must have computed
-    awaits_until  number of the step from which on it awaits nobody
-    """
-
-    sequence: Sequence
-    scope: Scope
-    tag: bytes
-    parts: list[bytes] = field(default_factory=list)
-    node: Node | None = None
-    num_nodes: int = 0
-    first_own: int = NEVER
-    in_flight: tuple[Node, bytes] | None = None
-    awaited: tuple[Sequence, int] | None = None
-    awaits_until: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """blocks: of the first tokens. source: the block that begins with the rest of `num_tokens`, to be copied, or 0.
-    state_of: the node whose state was kept. known: the node and the tokens up to which blocks are known without one."""
-
-    blocks: list[int]
-    num_tokens: int
-    source: int = 0
-    state_of: Node | None = None
-    known: tuple[Node, int] | None = None
 
 
 @dataclass(slots=True)
@@ -117,9 +78,10 @@ class PrefixCache:
         self.is_on = is_on
         self._is_shared = is_shared
         self._rope_class = rope_class
-        self._ways: dict[int, _Way] = {}  # of sequences that were looked up
+        self._ways: dict[int, Way] = {}  # of sequences that were looked up
         self._computing: dict[tuple[Node, bytes], Sequence] = {}
         self._latest: dict[Node, Sequence] = {}  # by the node above the block that they fill
+        self._tail_ends: list[Sequence] = []  # that have kept a state within a block in the last step
         self._num_steps = 0
         blocks.keep_idle_in(self.trie)
 
@@ -129,21 +91,37 @@ class PrefixCache:
         """Count a step: prefixes are awaited for so many."""
         self._num_steps += 1
         self.lines.begin_step()
+        ends, self._tail_ends = self._tail_ends, []
+        for sequence in ends:
+            if sequence.publish_at != NEVER:
+                self._publish_tail(sequence, goes_on=True)
 
-    def find(self, sequence: Sequence) -> Found:
-        """The longest prefix of the sequence's tokens that it need not compute; one is left in any case."""
+    def find(self, sequence: Sequence, *, may_copy: bool = True) -> Found:
+        """The longest prefix of the sequence's tokens that it need not compute; one is left in any case.
+
+        may_copy  else whole blocks alone are found
+        """
         if not self._may_read(sequence):
             return Found([], 0)
         way = self._way_of(sequence)
         nodes = self._walk(way, (len(sequence.token_ids) - 1) // self._block_size)
+        may_copy = may_copy and self._may_copy(sequence)
         if not self.lines.most_kept:
-            num_tokens, source = self._tail(way, nodes)
+            num_tokens, source = self._begun(way, nodes) if may_copy else (len(nodes) * self._block_size, 0)
             return Found([node.block for node in nodes], num_tokens, source)
         known = (nodes[-1], len(nodes) * self._block_size) if nodes and not nodes[-1].line else None
-        while nodes and not nodes[-1].line:
+        tail, num_more = None, 0
+        while nodes:
+            if may_copy and nodes[-1].has_tails:
+                tail, num_more = way.tail_below(nodes[-1], len(nodes))
+            if tail is not None or nodes[-1].line:
+                break
             nodes.pop()
-        state_of = nodes[-1] if nodes else None
-        return Found([node.block for node in nodes], len(nodes) * self._block_size, 0, state_of, known)
+        num_tokens = len(nodes) * self._block_size + num_more
+        state_of = tail or (nodes[-1] if nodes else None)
+        if known is not None and known[1] <= num_tokens:
+            known = None
+        return Found([node.block for node in nodes], num_tokens, 0 if tail is None else tail.block, state_of, known)
 
     def num_idle_in(self, found: Found) -> int:
         """Blocks of these that count as free now, and will not when they are held."""
@@ -151,9 +129,11 @@ class PrefixCache:
 
     def is_awaiting(self, sequence: Sequence) -> bool:
         """Whether a running sequence computes tokens that this one should find instead of computing them too."""
-        if not self._computing or not self._may_read(sequence):
+        if not self._may_read(sequence):
             return False
         way = self._way_of(sequence)
+        if not self._computing and way.awaited is None:
+            return False
         if way.awaits_until is not None and self._num_steps >= way.awaits_until:
             return False
         if way.awaited is None:
@@ -177,13 +157,15 @@ class PrefixCache:
         expected  blocks that it will need
         """
         found = self.find(sequence)
+        if found.source and self.num_idle_in(found) >= self._blocks.num_free:
+            found = self.find(sequence, may_copy=False)
+        num_tokens = found.num_tokens
         self._blocks.open(sequence.key, expected, found.blocks)
-        num_tokens, source = len(found.blocks) * self._block_size, 0
         if found.source:
             self._blocks.hold_beside(sequence.key, len(found.blocks), found.source)
-            if self._blocks.extend(sequence.key, len(found.blocks) + 1):
-                num_tokens, source = found.num_tokens, found.source
-        sequence.num_computed, sequence.copied_block = num_tokens, source
+            is_there = self._blocks.extend(sequence.key, len(found.blocks) + 1)
+            assert is_there, "no block for the copy"
+        sequence.num_computed, sequence.copied_block = num_tokens, found.source
         self.lines.start(sequence, found.state_of, found.known, self._block_size)
         self._count(sequence, num_tokens, found)
         sequence.publish_at = NEVER
@@ -201,10 +183,14 @@ class PrefixCache:
             self.publish(sequence)
         if sequence.source_line:
             self.lines.note_read(sequence)
+        if not self.lines.most_kept or sequence.publish_at == NEVER:
+            return
         num_blocks, num_more = divmod(sequence.num_computed, self._block_size)
-        if self.lines.most_kept and not num_more and sequence.publish_at != NEVER:
+        if not num_more:
             way = self._ways[sequence.key]
             self.lines.keep(sequence, way.node if way.num_nodes == num_blocks else None)
+        elif sequence.num_computed in sequence.cuts and self.lines.keep(sequence, None):
+            self._tail_ends.append(sequence)  # whose scheduled step still writes the block
 
     def publish(self, sequence: Sequence) -> None:
         """Let others find the sequence's full blocks, which launched steps compute."""
@@ -218,7 +204,7 @@ class PrefixCache:
             self._publish_no_more(way)
             return
         table = self._blocks.blocks(sequence.key)
-        parts = self._parts(way, num_full)
+        parts = way.parts(num_full)
         for index in range(way.num_nodes, num_full):
             child = node.children.get(parts[index])
             if child is None:
@@ -234,6 +220,8 @@ class PrefixCache:
 
     def stop(self, sequence: Sequence) -> None:
         """Release the sequence's account, after publishing what it has computed."""
+        if sequence in self._tail_ends and sequence.publish_at != NEVER:
+            self._publish_tail(sequence, goes_on=False)
         self.publish(sequence)
         way = self._ways.get(sequence.key)
         if way is not None and way.node is not None:
@@ -268,10 +256,8 @@ class PrefixCache:
     def drop_adapter(self, digest: str) -> None:
         """Drop what was computed with an adapter, or with a sum that has it, in all scopes. Its files were deleted or
         damaged: sequences that run with it publish no more, and none joins before it has been read again."""
-        tag_start = (self._block_size + 1) * _TOKEN_BYTES
-        self._blocks.take_back(
-            self.trie.drop([node for node in self.trie.nodes if _has_part(node.part[tag_start:], digest)])
-        )
+        made = [node for node in self.trie.nodes if _has_part(tag_of(node.part, self._block_size), digest)]
+        self._blocks.take_back(self.trie.drop(made))
         for way in self._ways.values():
             if _has_part(way.tag, digest) and way.node is not None:
                 self._publish_no_more(way)
@@ -309,36 +295,41 @@ class PrefixCache:
         wants_all = sequence.num_prompt_logprobs_missing > 0 or sequence.request.pooling == "mean"
         return self.is_on and not wants_all
 
-    def _way_of(self, sequence: Sequence) -> _Way:
+    def _way_of(self, sequence: Sequence) -> Way:
         way, tag = self._ways.get(sequence.key), (sequence.adapter or "").encode()
         if way is None or way.tag != tag:
             tenant = "" if self._is_shared else sequence.request.tenant
             scope = (tenant, sequence.request.cache_salt, self._rope_class(sequence.max_total))
-            way = self._ways[sequence.key] = _Way(sequence, scope, tag)
+            way = self._ways[sequence.key] = Way(sequence, scope, tag, self._block_size)
         return way
 
-    def _parts(self, way: _Way, num_blocks: int) -> list[bytes]:
-        """The keys of the first blocks, at least so many: int32 tokens, and where the adapter has begun its first
-        token in the block, int32, and its digest."""
-        first, size = len(way.parts), self._block_size
-        if num_blocks <= first:
-            return way.parts
-        num_blocks = max(num_blocks, way.sequence.num_prompt // size)
-        tokens = np.array(way.sequence.token_ids[first * size : num_blocks * size], np.int32).tobytes()
-        width, adapter_start = size * _TOKEN_BYTES, way.sequence.request.adapter_start
-        for index in range(first, num_blocks):
-            part = tokens[(index - first) * width : (index - first + 1) * width]
-            if way.tag and (index + 1) * size > adapter_start:
-                offset = max(adapter_start - index * size, 0)
-                part += offset.to_bytes(_TOKEN_BYTES, "little") + way.tag
-            way.parts.append(part)
-        return way.parts
-
-    def _walk(self, way: _Way, num_blocks: int) -> list[Node]:
+    def _walk(self, way: Way, num_blocks: int) -> list[Node]:
         """The nodes of the sequence's first blocks, as far as there are."""
-        return self.trie.walk(way.scope, self._parts(way, num_blocks)[:num_blocks])
+        return self.trie.walk(way.scope, way.parts(num_blocks)[:num_blocks])
 
-    def _tail(self, way: _Way, nodes: list[Node]) -> tuple[int, int]:
+    def _may_copy(self, sequence: Sequence) -> bool:
+        """Whether the whole sequence fits beside a block that it copies, which it holds."""
+        return -(-sequence.max_total // self._block_size) < self._blocks.capacity
+
+    def _publish_tail(self, sequence: Sequence, *, goes_on: bool) -> None:
+        """The launched steps lead to a state within a block, which is kept: let others find it, and the sequence, if it
+        goes on, do so in a copy. Without a block for that nobody finds it."""
+        way = self._ways[sequence.key]
+        num_blocks, num = divmod(sequence.num_computed, self._block_size)
+        assert way.node is not None and way.num_nodes == num_blocks, "a part of a prompt is known"
+        key = next(way.tails(num_blocks, num))[1]
+        tail = way.node.children.get(key)
+        if tail is None:
+            block = self._blocks.blocks(sequence.key)[num_blocks]
+            if goes_on:
+                if not self._blocks.replace_last(sequence.key):
+                    return
+                sequence.copied_block = block
+            tail = self.trie.add(way.node, key, block)
+            way.node.has_tails = True
+        self.lines.know(sequence, tail, sequence.num_computed)
+
+    def _begun(self, way: Way, nodes: list[Node]) -> tuple[int, int]:
         """How many tokens are found with those of a block behind `nodes`, and that block: one of which all but the last
         token is wanted, or one that a running sequence fills."""
         sequence, size = way.sequence, self._block_size
@@ -348,7 +339,7 @@ class PrefixCache:
         if above is None or most <= 0:
             return start, 0
         if len(sequence.token_ids) == start + size:
-            child = above.children.get(self._parts(way, len(nodes) + 1)[len(nodes)])
+            child = above.children.get(way.parts(len(nodes) + 1)[len(nodes)])
             if child is not None:
                 return start + most, child.block
         other = self._latest.get(above)
@@ -358,27 +349,35 @@ class PrefixCache:
         num = num_equal(sequence.token_ids[start:end], other.token_ids[start:end])
         return (start + num, self._blocks.blocks(other.key)[len(nodes)]) if num else (start, 0)
 
-    def _owner_of_next(self, way: _Way) -> tuple[Sequence, int] | None:
+    def _owner_of_next(self, way: Way) -> tuple[Sequence, int] | None:
         """The running sequence that computes the block behind what is found, and how many tokens of its are of use."""
         sequence = way.sequence
         num_blocks = sequence.num_prompt // self._block_size
         nodes = self._walk(way, num_blocks)
         if (expected := self.lines.expected(nodes)) is not None:
-            return expected[0], expected[1] * self._block_size
+            num = self._num_common(sequence, expected[0])
+            is_tail = num % self._block_size and self.lines.ask(expected[0], num)
+            return expected[0], num if is_tail else expected[1] * self._block_size
         above = nodes[-1] if nodes else self.trie.root(way.scope)
         if above is None or len(nodes) == num_blocks:
             return None
-        owner = self._computing.get((above, way.parts[len(nodes)]))
-        if owner is None:
+        if (owner := self._computing.get((above, way.parts(num_blocks)[len(nodes)]))) is None:
             return None
+        num = self._num_common(sequence, owner)
+        return (owner, num) if not self.lines.most_kept or self.lines.ask(owner, num) else None
+
+    def _num_common(self, sequence: Sequence, owner: Sequence) -> int:
+        """Tokens that the sequence need not compute once the owner has. Where there are states these are whole blocks,
+        or all but the last one of its prompt."""
         most = min(sequence.num_prompt - 1, owner.num_prompt, same_until(sequence, owner))
         num = num_equal(sequence.token_ids[:most], owner.token_ids[:most])
         if not self.lines.most_kept:
-            return owner, num
-        num -= num % self._block_size
-        return (owner, num) if self.lines.ask(owner, num) else None
+            return num
+        is_worth_it = num == sequence.num_prompt - 1 and num - owner.num_computed > self._block_size
+        may_copy = is_worth_it and self._may_copy(sequence) and self._may_copy(owner)
+        return num if may_copy else num - num % self._block_size
 
-    def _arrive(self, way: _Way, node: Node) -> None:
+    def _arrive(self, way: Way, node: Node) -> None:
         """The sequence's next block is below this node; let others know if it is one of its prompt."""
         way.node = node
         node.num_users += 1
@@ -386,11 +385,11 @@ class PrefixCache:
             self._latest[node] = way.sequence
         way.sequence.publish_at = (way.num_nodes + 1) * self._block_size
         if way.sequence.publish_at <= way.sequence.num_prompt:
-            key = node, self._parts(way, way.num_nodes + 1)[way.num_nodes]
+            key = node, way.parts(way.num_nodes + 1)[way.num_nodes]
             if self._computing.setdefault(key, way.sequence) is way.sequence:
                 way.in_flight = key
 
-    def _leave(self, way: _Way) -> None:
+    def _leave(self, way: Way) -> None:
         """Undo `_arrive`."""
         node = way.node
         assert node is not None
@@ -403,7 +402,7 @@ class PrefixCache:
         if node.parent is None:
             self.trie.leave_root(node)
 
-    def _publish_no_more(self, way: _Way) -> None:
+    def _publish_no_more(self, way: Way) -> None:
         self._leave(way)
         way.node = None
         way.sequence.publish_at = NEVER

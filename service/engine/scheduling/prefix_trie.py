@@ -2,7 +2,8 @@
 
 A node is one full block below the block before it. Its key are the tokens themselves, with what else its keys and
 values depend on (`prefix_cache.py`), so equal keys mean equal blocks; nothing is hashed but by Python's dicts. A root
-is a scope, and knows of no other one.
+is a scope, and knows of no other one. A *tail* is a node of a block's first tokens alone, to which a state belongs:
+whoever goes on behind it copies its block.
 
 A block is held by accounts of `kv_blocks.py` or idle. Whoever holds a block holds all above it, and an account releases
 its last blocks first, so that in a queue of idle blocks, least recently held first, none comes before those below it.
@@ -12,28 +13,117 @@ Each tenant has a queue of its own, and the largest gives when blocks are wanted
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from service.engine.sequences.sequence import NEVER, Sequence
+
+_TOKEN_BYTES = 4
 Scope = tuple[str, str, tuple[int, ...]]  # tenant, "" where all share; salt; class of the length limit
 
 
 @dataclass(slots=True, eq=False)
 class Node:
     """parent: None for a root. block: 0 for a root, and once the node is dropped. line: of the state behind the block's
-    last token; 0: it was not kept. num_users: of a root, which stays for them."""
+    last token; 0: it was not kept. num_users: of a root, which stays for them. has_tails: whether there were nodes
+    below it of parts of a block."""
 
     parent: Node | None
     part: bytes
     scope: Scope
     block: int
     line: int = 0
+    has_tails: bool = False
     children: dict[bytes, Node] = field(default_factory=dict)
     num_users: int = 0
 
     @property
     def is_dropped(self) -> bool:
         return self.parent is not None and not self.block
+
+
+@dataclass(slots=True, eq=False)
+class Way:
+    """The way of a sequence through the trie.
+
+    tag          digest of its adapter; empty for the base
+    node         while it runs and publishes: the last that it has found or published, `num_nodes` below the root
+    first_own    blocks before this one were others' whenever it joined
+    in_flight    its entry in the table of blocks that are being computed
+    awaited      the sequence that it awaits, and how many tokens that must have computed
+    awaits_until  number of the step from which on it awaits nobody
+    """
+
+    sequence: Sequence
+    scope: Scope
+    tag: bytes
+    block_size_tokens: int
+    node: Node | None = None
+    num_nodes: int = 0
+    first_own: int = NEVER
+    in_flight: tuple[Node, bytes] | None = None
+    awaited: tuple[Sequence, int] | None = None
+    awaits_until: int | None = None
+    _parts: list[bytes] = field(default_factory=list)
+
+    def parts(self, num_blocks: int) -> list[bytes]:
+        """The keys of the first blocks, at least so many."""
+        first, size = len(self._parts), self.block_size_tokens
+        if num_blocks > first:
+            num_blocks = max(num_blocks, self.sequence.num_prompt // size)
+            tokens = self._tokens(first * size, num_blocks * size)
+            for index in range(first, num_blocks):
+                at = (index - first) * size * _TOKEN_BYTES
+                self._parts.append(self._key(index * size, tokens[at : at + size * _TOKEN_BYTES]))
+        return self._parts
+
+    def tail_below(self, node: Node, num_blocks: int) -> tuple[Node | None, int]:
+        """The longest tail below the node of the last of these blocks that the sequence can begin behind, one token
+        being left, and its number of tokens."""
+        size = self.block_size_tokens
+        for num, key in self.tails(num_blocks, min(len(self.sequence.token_ids) - 1 - num_blocks * size, size - 1)):
+            tail = node.children.get(key)
+            if tail is not None and tail.line:
+                return tail, num
+        return None, 0
+
+    def tails(self, num_blocks: int, most: int) -> Iterator[tuple[int, bytes]]:
+        """The numbers of tokens up to `most` behind the first blocks, largest first, and the keys of such parts."""
+        start = num_blocks * self.block_size_tokens
+        tokens = self._tokens(start, start + most)
+        for num in range(len(tokens) // _TOKEN_BYTES, 0, -1):
+            yield num, self._key(start, tokens[: num * _TOKEN_BYTES])
+
+    def _tokens(self, start: int, end: int) -> bytes:
+        return np.array(self.sequence.token_ids[start:end], np.int32).tobytes()
+
+    def _key(self, start: int, tokens: bytes) -> bytes:
+        """int32 tokens, -1 up to a block's size, and where the adapter has begun its first token in the block, int32,
+        and its digest."""
+        adapter_start = self.sequence.request.adapter_start
+        key = tokens.ljust(self.block_size_tokens * _TOKEN_BYTES, b"\xff")
+        if self.tag and start + len(tokens) // _TOKEN_BYTES > adapter_start:
+            key += max(adapter_start - start, 0).to_bytes(_TOKEN_BYTES, "little") + self.tag
+        return key
+
+
+def tag_of(part: bytes, block_size_tokens: int) -> bytes:
+    """The adapter's digest in a node's key; empty for the base."""
+    return part[(block_size_tokens + 1) * _TOKEN_BYTES :]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """blocks: of the first tokens. source: the block that begins with the rest of `num_tokens`, to be copied, or 0.
+    state_of: the node whose state was kept. known: the node and the tokens up to which blocks are known without one."""
+
+    blocks: list[int]
+    num_tokens: int
+    source: int = 0
+    state_of: Node | None = None
+    known: tuple[Node, int] | None = None
 
 
 class PrefixTrie:

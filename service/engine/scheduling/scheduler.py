@@ -49,7 +49,7 @@ def _count(chunk: ScheduledChunk) -> None:
     """The chunk will run: what it computes and samples is counted from now on."""
     sequence = chunk.sequence
     sequence.num_computed += chunk.num_tokens
-    sequence.has_begun = True
+    sequence.has_begun, sequence.copied_block = True, 0
     if sequence.waited_seconds is None:
         sequence.waited_seconds = time.perf_counter() - sequence.came_at[0]
     sequence.num_prompt_logprobs += chunk.num_prompt_logits

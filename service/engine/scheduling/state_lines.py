@@ -2,8 +2,7 @@
 
 Keeping a state copies nothing. The line changes its owner: the sequence that has written it gets a fresh one, which its
 next step writes, and reads the kept one first (`source_state_indices`). A sequence that begins behind a kept state does
-the same. A state is of a whole number of blocks, and belongs to the node of the last of them, or, until the values of
-its tokens are known, to its sequence.
+the same. A state belongs to the node that ends with its last token, or, until there is one, to its sequence.
 
 A kept line is free when its node is dropped, or when another state is kept instead of it: of the tenant with most of
 them, the one with the lowest *rank*. All lines have as many bytes, so a state's worth is the tokens that would have to
@@ -127,24 +126,24 @@ class StateLines(Slots):
         self._are_read.append(sequence.source_line)
         sequence.source_line = 0
 
-    def keep(self, sequence: Sequence, node: Node | None) -> None:
-        """Keep the state that the sequence's scheduled steps lead to, at the end of a block, if it was asked for or
-        there is room.
+    def keep(self, sequence: Sequence, node: Node | None) -> bool:
+        """Keep the state that the sequence's scheduled steps lead to, if it was asked for or there is room; whether its
+        line was.
 
-        node  of that block; None: not all values of its tokens are known
+        node  that ends there; None: there is none yet
         """
         if node is not None:
             self._expected.pop(node, None)
         if node is not None and node.line:
             self._renew(self._states[node.scope[0]][node])
-            return
+            return False
         is_wanted = sequence.num_computed in sequence.cuts
         if not is_wanted and (before := self._latest.pop(sequence, None)) is not None:
             self._forget(sequence, before)
         elif not is_wanted and len(self._latest) >= self.most_kept // 2:
-            return
+            return False
         if self.num_kept >= self.most_kept and not self._evict():
-            return
+            return False
         behind, read = self._behind[sequence]
         kept = _Kept(sequence.num_computed, sequence.line, is_wanted, sequence.num_computed - behind)
         self._renew(kept)
@@ -162,6 +161,7 @@ class StateLines(Slots):
             self._of_no_node.setdefault(sequence, []).append(kept)
         else:
             self._attach(kept, node)
+        return True
 
     def know(self, sequence: Sequence, node: Node, num_tokens: int) -> None:
         """The sequence's first tokens are known and end with the node's block."""

@@ -30,11 +30,11 @@ class StepTokens:
         if num_tokens <= 0:
             return None
         end = start + num_tokens
-        begins, lines = not sequence.has_begun, (sequence.line, sequence.source_line)
+        begins, held = not sequence.has_begun, (sequence.line, sequence.source_line, sequence.copied_block)
         if not sequence.num_prompt_logprobs_missing:
             samples = end == sequence.num_tokens
             self.num_left -= num_tokens
-            return ScheduledChunk(sequence, start, num_tokens, int(samples), samples, begins, *lines)
+            return ScheduledChunk(sequence, start, num_tokens, int(samples), samples, begins, *held)
         # The logits of token i tell of prompt token i + 1; entry 0 has no logprob and is there from the start.
         first = sequence.num_prompt_logprobs
         first_row = max(start, first - 1)
@@ -47,4 +47,4 @@ class StepTokens:
         num_prompt_logits = min(num_logits, sequence.num_prompt - first)
         samples = end == sequence.num_tokens
         logits = (end - start, num_logits, samples)
-        return ScheduledChunk(sequence, start, *logits, begins, *lines, first, num_prompt_logits)
+        return ScheduledChunk(sequence, start, *logits, begins, *held, first, num_prompt_logits)

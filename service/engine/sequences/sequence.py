@@ -45,7 +45,7 @@ class Sequence:
     constraint     on its tokens, by a grammar, a list of those allowed or bad words; None without one. It has seen all
                    tokens that the host knows, whatever the scheduler does with the sequence
     num_cached     tokens of it that were found in the prefix cache when it first joined; None before
-    copied_block   of another sequence, which its first chunk copies into its own block of that number; 0: none
+    copied_block   which its next chunk copies into its own block of that number, and goes on in; 0: none
     publish_at     the number of computed tokens with which it has a block for the prefix cache
     came_from      the tier that had its adapter when it came; None without one, and once its first token was told
     came_at        the engine's clock then, in seconds, and its number of steps
@@ -123,6 +123,7 @@ class ScheduledChunk:
     begins             it is the first since the sequence joined: of what its slot and line hold, nothing is its own
     line               of its state, which the step writes
     source_line        of the state that the step reads instead; 0: none
+    copied_block       which is copied first into the block that its first token is of; 0: none
     num_prompt_logits  of these logits tell of prompt tokens, from number `first_prompt_logprob` on
     samples            the last of these logits yields the sequence's next token
     """
@@ -135,6 +136,7 @@ class ScheduledChunk:
     begins: bool
     line: int
     source_line: int
+    copied_block: int
     first_prompt_logprob: int = 0
     num_prompt_logits: int = 0
 

@@ -227,9 +227,9 @@ class StepLauncher:
         """Copy the blocks whose first tokens sequences share with others, and go on behind."""
         pairs = []
         for chunk in chunks:
-            if chunk.begins and chunk.sequence.copied_block:
+            if chunk.copied_block:
                 own = self._blocks.blocks(chunk.sequence.key)[chunk.start // self._block_size]
-                pairs.append((chunk.sequence.copied_block, own))
+                pairs.append((chunk.copied_block, own))
         if pairs:
             sources, targets = zip(*pairs, strict=True)
             self._runner.copy_blocks(sources, targets)

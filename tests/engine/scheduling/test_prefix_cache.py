@@ -393,9 +393,46 @@ def test_equal_prompts_at_once_wait_for_their_state(num: int, length: int, is_kn
     for i in range(num):
         mock.submit(f"r{i}", prompt, max_tokens=4)
     mock.settle()
-    whole = (length - 1) // BLOCK * BLOCK
-    assert num_computed(mock) == length + (num - 1) * (length - whole) + 3 * num
+    assert num_computed(mock) == length + num - 1 + 3 * num
     assert all(mock.output[f"r{i}"] == expected_tokens(prompt, None, 4) for i in range(num))
+    assert run(mock, "again", prompt) == length - 1
+    assert run(mock, "longer", (*prompt, 5)) >= length - 1
+
+
+def test_equal_prompts_wait_for_slots_and_for_the_state_of_one_that_is_gone(hybrid: MockEngine) -> None:
+    """Three may run at a time; the one that has kept the state ends, is aborted, or yields, and others find it."""
+    prompt = tuple(range(1, 40))
+    for i in range(9):
+        hybrid.submit(f"r{i}", prompt, max_tokens=1 + i)
+    hybrid.step()
+    hybrid.engine.handle(Abort("r0"))
+    hybrid.step()
+    hybrid.engine.scheduler.preempt(hybrid.engine.scheduler.running[0])
+    hybrid.settle()
+    assert all(hybrid.output[f"r{i}"] == expected_tokens(prompt, None, 1 + i) for i in range(1, 9))
+    assert all(hybrid.messages[f"r{i}"][0].num_cached == 38 for i in range(1, 9))
+
+
+def test_the_state_within_a_block_is_dropped_with_what_is_wrong(hybrid: MockEngine) -> None:
+    prompt = tuple(range(1, 40))
+    for i in range(3):
+        hybrid.submit(f"r{i}", prompt, max_tokens=9)
+    hybrid.step()
+    hybrid.step()
+    hybrid.engine.cache.withdraw(hybrid.engine.scheduler.running[0])
+    hybrid.settle()
+    assert run(hybrid, "again", prompt) == 0
+
+
+def test_equal_prompts_that_fill_the_cache_run_one_after_another() -> None:
+    """No block is left beside them for a copy."""
+    for has_conv in (True, False):
+        mock = cached_engine(has_conv=has_conv, num_kept=8, num_blocks=12)
+        prompt = tuple(range(1, 41))
+        for i in range(4):
+            mock.submit(f"r{i}", prompt, max_tokens=4)
+        mock.settle()
+        assert all(mock.output[f"r{i}"] == expected_tokens(prompt, None, 4) for i in range(4))
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -510,7 +547,9 @@ def test_random_operations_change_no_token(has_states: bool, seed: int) -> None:
                 num = rng.randint(1, 8)
                 requests[f"r{i}"] = (prompt, adapter if start < len(prompt) else None, num)
                 fields = {"tenant": rng.choice(("x", "y")), "cache_salt": rng.choice(("", "", "s"))}
-                mock.submit(f"r{i}", prompt, requests[f"r{i}"][1], max_tokens=num, adapter_start=start, **fields)
+                for name in (f"r{i}", f"equal-{i}")[: rng.randint(1, 2)]:
+                    requests[name] = requests[f"r{i}"]
+                    mock.submit(name, prompt, requests[name][1], max_tokens=num, adapter_start=start, **fields)
             case "step":
                 mock.step()
             case "read":
