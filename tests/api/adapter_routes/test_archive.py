@@ -144,7 +144,8 @@ def test_a_download_outlasts_its_name_and_ends_with_its_client(
     large = make_adapter(checkpoints.base, tmp_path / "large", rank=900, target_modules=targets, seed=7)
     digest = put(server, name, large)["digest"]
     with server.http.stream("GET", f"{server.url}/v1/adapters/{name}/archive") as left:
-        next(left.iter_raw(1024))
+        pieces = left.iter_raw(1024)  # which ends the request when nobody has it any more
+        next(pieces)
         wait_for(lambda: open_files(server, digest), "the file of the tensors to be read")
     wait_for(lambda: not open_files(server, digest), "the file of who has left to be closed")
     with server.http.stream("GET", f"{server.url}/v1/adapters/{name}/archive") as answer:
