@@ -170,7 +170,7 @@ class Requests:
                 self.finish(sequence, Finished(request_id, "stop"))
                 return
         if len(sequence.token_ids) >= sequence.max_total:
-            self.finish(sequence, Finished(request_id, "length", pooled=sequence.pooled))
+            self.finish(sequence, _complete(sequence))
 
     def end_if_stuck(self, sequence: Sequence) -> bool:
         """End a sequence whose grammar cannot be followed any further; False if it can be."""
@@ -184,6 +184,14 @@ class Requests:
         known = sorted(sequence.key for sequence in self._sequences.values())
         queued = [*self._scheduler.waiting, *self._scheduler.running, *self._constrained.waiting]
         assert known == sorted(sequence.key for sequence in queued), "a request is lost"
+
+
+def _complete(sequence: Sequence) -> Finished:
+    """The end of a sequence that has all that it may have."""
+    if sequence.pooled is None:
+        return Finished(sequence.request_id, "length")
+    waited_seconds, loads = sequence.waited_seconds, sequence.loads
+    return Finished(sequence.request_id, "length", pooled=sequence.pooled, waited_seconds=waited_seconds, loads=loads)
 
 
 def _bad_grammar(sequence: Sequence, reason: str) -> Finished:

@@ -291,7 +291,7 @@ class SequenceRun:
             if message.logprobs:
                 piece.logprobs.append(message.logprobs[index])
                 self._num_waiting += len(message.logprobs[index].top)
-            self.timer.token(message.waited_seconds, message.num_cached)
+            self.timer.token(message.waited_seconds, message.num_cached, message.loads)
             # The token that ends the answer is counted, but is no part of its text unless that is asked for.
             ends = token_id in self._stop_token_ids and self.timer.num_tokens > self._plan.sampling.min_tokens
             if ends and not self._plan.include_stop:
@@ -335,6 +335,8 @@ class SequenceRun:
         piece = self._waiting
         self._give(self._detokenizer.finish())
         piece.finish_reason, piece.pooled = message.reason, message.pooled
+        if message.pooled is not None:
+            self.timer.waited_seconds, self.timer.loads = message.waited_seconds, message.loads
         if self._stop.matched is not None:
             piece.finish_reason, piece.stop_reason = "stop", self._stop.matched
             return

@@ -20,7 +20,7 @@ from prometheus_client.utils import floatToGoString
 from service.api.metrics.adapter_metrics import AdapterMetrics
 from service.api.metrics.tier_metrics import TierMetrics
 from service.api.metrics.vllm_metrics import with_vllm_names
-from service.engine.ipc.messages import EngineStatus, OpInUse, Stats
+from service.engine.ipc.messages import EngineStatus, Loads, OpInUse, Stats
 
 # A gauge beside each counter and histogram that says when it began: nobody asks for it, and it is half of all series.
 prometheus_client.disable_created_metrics()
@@ -322,15 +322,19 @@ class _TokenGaps(Collector):
 
 
 class SequenceTimer:
-    """Times of one sequence, observed when it ends. `outcome` is how it ended, None while it runs."""
+    """Times of one sequence, observed when it ends. `outcome` is how it ended, None while it runs.
+
+    By `time.perf_counter`: `started` at admission, `first` and `last` token, `ended`. `Tokens` has the others.
+    """
 
     def __init__(self, metrics: Metrics, adapter: str, num_prompt_tokens: int) -> None:
         self._metrics = metrics
         self._adapter = adapter
-        self._started = time.perf_counter()
-        self._first: float | None = None
-        self._last = self._started
-        self._waited_seconds = 0.0
+        self.started = time.perf_counter()
+        self.first: float | None = None
+        self.last = self.ended = self.started
+        self.waited_seconds: float | None = None
+        self.loads: Loads = ()
         self.outcome: str | None = None
         self.num_tokens = 0
         metrics.prompt_tokens.inc(num_prompt_tokens)
@@ -340,16 +344,16 @@ class SequenceTimer:
     @property
     def first_token_seconds(self) -> float | None:
         """From admission to the first token."""
-        return None if self._first is None else self._first - self._started
+        return None if self.first is None else self.first - self.started
 
-    def token(self, waited_seconds: float | None = None, num_cached: int = 0) -> None:
-        """A token arrived; `waited_seconds` and `num_cached` as `Tokens` has them."""
-        before, self._last = self._last, time.perf_counter()
-        if self._first is not None:
-            self._metrics.inter_token.observe(self._last - before)
+    def token(self, waited_seconds: float | None = None, num_cached: int = 0, loads: Loads = ()) -> None:
+        """A token arrived; the rest as `Tokens` has it."""
+        before, self.last = self.last, time.perf_counter()
+        if self.first is not None:
+            self._metrics.inter_token.observe(self.last - before)
         else:
-            self._first, self._waited_seconds = self._last, waited_seconds or 0.0
-            self._metrics.time_to_first_token.observe(self._first - self._started)
+            self.first, self.waited_seconds, self.loads = self.last, waited_seconds or 0.0, loads
+            self._metrics.time_to_first_token.observe(self.first - self.started)
             self._metrics.by_adapter.first_token(self._adapter, num_cached)
         self.num_tokens += 1
 
@@ -361,19 +365,20 @@ class SequenceTimer:
         """The sequence ended: stop, length, abort or error. Only the first call counts."""
         if self.outcome is not None:
             return
-        self.outcome = outcome
+        self.outcome, self.ended = outcome, time.perf_counter()
         metrics = self._metrics
         metrics.requests.labels(outcome).inc()
         metrics.generation_tokens.inc(self.num_tokens)
         metrics.request_generation_tokens.observe(self.num_tokens)
-        metrics.by_adapter.ended(self._adapter, outcome, self.num_tokens, had_token=self._first is not None)
-        if self._first is not None:
-            to_first, to_last = self._first - self._started, self._last - self._first
-            prefill_seconds = max(0.0, to_first - self._waited_seconds)
-            metrics.queue_seconds.observe(self._waited_seconds)
+        metrics.by_adapter.ended(self._adapter, outcome, self.num_tokens, had_token=self.first is not None)
+        if self.first is not None:
+            to_first, to_last = self.first - self.started, self.last - self.first
+            waited_seconds = self.waited_seconds or 0.0
+            prefill_seconds = max(0.0, to_first - waited_seconds)
+            metrics.queue_seconds.observe(waited_seconds)
             metrics.prefill_seconds.observe(prefill_seconds)
             metrics.decode_seconds.observe(to_last)
             metrics.inference_seconds.observe(prefill_seconds + to_last)
-        if self._first is not None and self.num_tokens > 1:
-            metrics.time_per_output_token.observe((self._last - self._first) / (self.num_tokens - 1))
-        metrics.request_seconds.observe(self._last - self._started)
+        if self.first is not None and self.num_tokens > 1:
+            metrics.time_per_output_token.observe((self.last - self.first) / (self.num_tokens - 1))
+        metrics.request_seconds.observe(self.last - self.started)

@@ -197,11 +197,18 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     keeps_states: bool = False
 
 
-class Tokens(msgspec.Struct, frozen=True, tag=True):
+# The fastest tier that holds an adapter.
+Tier = Literal["disk", "host", "device"]
+# The loads of a request's adapter that ended while it waited: the tier reached, and the seconds from the request's
+# arrival to the load's begin and end.
+Loads = tuple[tuple[Tier, float, float], ...]
+
+
+class Tokens(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """New tokens of a request, in order. With the first message come `prompt_logprobs`, entry 0 being None, and with
-    the first token `waited_seconds`, from the request's arrival to its first step, and `num_cached`, the tokens of the
-    prompt that the prefix cache had. `adapter`: the digest of the adapter that has made these tokens, if the request
-    has moved since its last one."""
+    the first token `waited_seconds`, from the request's arrival to its first step, `num_cached`, the tokens of the
+    prompt that the prefix cache had, and `loads`. `adapter`: the digest of the adapter that has made these tokens, if
+    the request has moved since its last one."""
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -210,13 +217,15 @@ class Tokens(msgspec.Struct, frozen=True, tag=True):
     waited_seconds: float | None = None
     num_cached: int = 0
     adapter: str | None = None
+    loads: Loads = ()
 
 
-class Finished(msgspec.Struct, frozen=True, tag=True):
+class Finished(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """The last message of a request. reason "stop": end-of-sequence or stop token (`stop_token_id` says which; the
     token itself is part of Tokens), or what the grammar wants is complete (`stop_token_id` is None); "length":
     max_tokens reached; "abort": an operator has ended it; "error": `error` is one sentence, `client_fault` whether the
-    request itself was wrong. `pooled`, where asked for: float32 [hidden_size], or [labels], little-endian."""
+    request itself was wrong. `pooled`, where asked for: float32 [hidden_size], or [labels], little-endian; with it come
+    `waited_seconds` and `loads`, as in Tokens."""
 
     request_id: str
     reason: Literal["stop", "length", "abort", "error"]
@@ -224,10 +233,8 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
     error: str | None = None
     client_fault: bool = False
     pooled: bytes | None = None
-
-
-# The fastest tier that holds an adapter.
-Tier = Literal["disk", "host", "device"]
+    waited_seconds: float | None = None
+    loads: Loads = ()
 
 
 class Stats(msgspec.Struct, frozen=True, tag=True):

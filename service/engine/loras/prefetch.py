@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from adapters.errors import AdapterError, NotFound, RowsExceeded, Unsupported
 from adapters.memory.slab import ScoreHead
 from adapters.sums import parts_of
-from service.engine.ipc.messages import Tier
+from service.engine.ipc.messages import Loads, Tier
 from service.engine.loras.demand import AdapterUsers, Wanted
 from service.engine.loras.interfaces import HostSource, Loader, Rows
 from service.engine.loras.pins import OperatorPins
@@ -90,6 +90,10 @@ class AdapterLoads:
     def head_of(self, digest: str) -> ScoreHead | None:
         """The score head of an adapter that runs; None without one."""
         return None if self.residency is None else self.residency.head_of(digest)
+
+    def loads_since(self, digest: str, came_seconds: float) -> Loads:
+        """See `Residency.loads_since`; none where LoRA is off."""
+        return () if self.residency is None else self.residency.loads_since(digest, came_seconds)
 
     # ---- users
 

@@ -31,7 +31,7 @@ from typing import Any
 
 from adapters.memory.slab import ScoreHead
 from adapters.sums import is_sum, parts_of
-from service.engine.ipc.messages import Tier
+from service.engine.ipc.messages import Loads, Tier
 from service.engine.loras.interfaces import CopyEvent, HostSource, Loader, Rows
 from service.engine.step_records import MAX_RECORDS
 
@@ -96,6 +96,7 @@ class Residency:
         self.evictions: Counter[Tier] = Counter()
         self.loaded_bytes: Counter[Tier] = Counter()
         self._load_seconds: deque[tuple[Tier, float]] = deque(maxlen=MAX_RECORDS)
+        self._last_loads: dict[str, dict[Tier, tuple[float, float]]] = {}  # begin and end, of those not ABSENT
         self._moved: dict[str, Tier] = {}
         self._host = host
         self._loader = loader
@@ -154,6 +155,12 @@ class Residency:
         seconds = tuple(self._load_seconds)
         self._load_seconds.clear()
         return seconds
+
+    def loads_since(self, digest: str, came_seconds: float) -> Loads:
+        """An adapter's loads that have ended since then."""
+        last = self._last_loads.get(digest, {}).items()
+        told = ((tier, began - came_seconds, ended - came_seconds) for tier, (began, ended) in last)
+        return tuple((tier, max(0.0, began), ended) for tier, began, ended in told if ended > 0)
 
     # ---- disk -> host
 
@@ -320,6 +327,7 @@ class Residency:
             self._heads.pop(digest, None)
         if state is AdapterState.ABSENT:
             del self._states[digest]
+            self._last_loads.pop(digest, None)
         else:
             self._states[digest] = state
         tier = _TIERS.get(state, "disk")
@@ -351,7 +359,7 @@ class Residency:
         else:
             self._to(digest, AdapterState.HOST)
             self._held[digest] = host
-            self._load_seconds.append(("host", seconds))
+            self._note_load(digest, "host", seconds)
             self.loaded_bytes["host"] += host.num_bytes
         return ReadEnd(digest, error, was_stale=False)
 
@@ -364,8 +372,14 @@ class Residency:
         head = self._held.pop(digest).score_head
         if head is not None:
             self._heads[digest] = head
-        self._load_seconds.append(("device", time.perf_counter() - copying.began_seconds))
+        self._note_load(digest, "device", time.perf_counter() - copying.began_seconds)
         self.loaded_bytes["device"] += copying.num_bytes
+
+    def _note_load(self, digest: str, tier: Tier, seconds: float) -> None:
+        """A load to this tier has ended now."""
+        self._load_seconds.append((tier, seconds))
+        now = time.perf_counter()
+        self._last_loads.setdefault(digest, {})[tier] = now - seconds, now
 
     def _take_evicted(self) -> None:
         """Update the states of adapters that were evicted, on the device and in host memory."""

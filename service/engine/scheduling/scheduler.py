@@ -252,6 +252,8 @@ class Scheduler:
                 return
             if sequence.adapter is not None:
                 self.adapter_loads.acquire(sequence.adapter)
+                if sequence.waited_seconds is None and sequence.came_from != "device":
+                    sequence.loads = self.adapter_loads.loads_since(sequence.adapter, sequence.came_at[0])
             self._start(sequence)
             prompts.append(sequence)
             free_blocks = self._free_blocks()

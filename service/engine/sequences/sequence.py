@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kernels.sampling.scored_token import ScoredToken
-from service.engine.ipc.messages import Submit, Tier
+from service.engine.ipc.messages import Loads, Submit, Tier
 
 NEVER = 2**62  # a number of tokens that no sequence reaches
 
@@ -49,6 +49,7 @@ class Sequence:
     publish_at     the number of computed tokens with which it has a block for the prefix cache
     came_from      the tier that had its adapter when it came; None without one, and once its first token was told
     came_at        the engine's clock then, in seconds, and its number of steps
+    loads          of its adapter, once it has begun
     waited_seconds  from then to its first step, None before it
     pooled         of its hidden states, once its last prompt token is computed; see `Finished`
     untold_versions  (number of its first output token, digest) of adapters that it has moved to, see `Tokens`
@@ -77,6 +78,7 @@ class Sequence:
     publish_at: int = NEVER
     came_from: Tier | None = None
     came_at: tuple[float, int] = (0.0, 0)
+    loads: Loads = ()
     waited_seconds: float | None = None
     pooled: bytes | None = None
     untold_versions: tuple[tuple[int, str], ...] = ()

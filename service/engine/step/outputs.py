@@ -85,8 +85,8 @@ def tokens_message(sequence: Sequence, choice: Choice) -> Tokens | None:
     adapter = _new_adapter(sequence) if sequence.untold_versions and tokens else None
     if len(sequence.token_ids) > sequence.num_prompt:
         return Tokens(sequence.request_id, tokens, logprobs, prompt_logprobs, adapter=adapter)
-    first = sequence.waited_seconds, sequence.num_cached or 0
-    return Tokens(sequence.request_id, tokens, logprobs, prompt_logprobs, *first, adapter=adapter)
+    first = sequence.waited_seconds, sequence.num_cached or 0, adapter, sequence.loads
+    return Tokens(sequence.request_id, tokens, logprobs, prompt_logprobs, *first)
 
 
 def _new_adapter(sequence: Sequence) -> str | None:
