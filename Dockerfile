@@ -39,7 +39,7 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
         ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} torch
 COPY pyproject.toml deploy/image/dependencies.py /opt/multilora/image/
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
-    python /opt/multilora/image/dependencies.py /opt/multilora/image/pyproject.toml >/tmp/dependencies && \
+    python /opt/multilora/image/dependencies.py /opt/multilora/image/pyproject.toml otel >/tmp/dependencies && \
     pip install --no-cache-dir --constraint /opt/multilora/image/constraints.txt --requirement /tmp/dependencies && \
     rm /tmp/dependencies
 COPY --from=source / /opt/multilora/src
@@ -78,7 +78,7 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
         --constraint /opt/multilora/image/constraints-cuda.txt torch
 COPY pyproject.toml deploy/image/dependencies.py /opt/multilora/image/
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
-    python /opt/multilora/image/dependencies.py /opt/multilora/image/pyproject.toml >/tmp/dependencies && \
+    python /opt/multilora/image/dependencies.py /opt/multilora/image/pyproject.toml otel >/tmp/dependencies && \
     pip install --no-cache-dir --constraint /opt/multilora/image/constraints.txt \
         --constraint /opt/multilora/image/constraints-cuda.txt --requirement /tmp/dependencies && \
     rm /tmp/dependencies

@@ -5,12 +5,15 @@ from __future__ import annotations
 import ipaddress
 import re
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, SecretStr
 from pydantic_settings import NoDecode
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/,\s]+")
+_ENDPOINT = re.compile(r"[!\"$->@-~]+")  # without a query or a fragment
 _ROOT = re.compile(r"(?:/[A-Za-z0-9_~-][A-Za-z0-9._~-]*)+")
+_TRACES_PATH = "/v1/traces"
 # Those of which an operator says whether they need a key.
 _MAY_BE_OPEN = ("/docs", "/openapi.json", "/version", "/metrics")
 
@@ -68,6 +71,20 @@ def _is_root(path: str) -> str:
     return path
 
 
+def _is_endpoint(url: str) -> str:
+    """The full address of an OTLP collector's traces."""
+    if "@" in url:
+        raise ValueError("it has a user or password in it; send that by OTEL_EXPORTER_OTLP_HEADERS")
+    try:
+        parts = urlsplit(url)
+        is_whole = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_whole = False
+    if not is_whole or not _ENDPOINT.fullmatch(url):
+        raise ValueError(f"{url!r} is no address of a collector; write one such as http://127.0.0.1:4318")
+    return url.rstrip("/").removesuffix(_TRACES_PATH) + _TRACES_PATH
+
+
 def _are_two(tokens: tuple[str, ...]) -> tuple[str, ...]:
     if len(tokens) not in (0, 2):
         raise ValueError("write two tokens separated by a comma, the one that says no first: no,yes")
@@ -76,6 +93,7 @@ def _are_two(tokens: tuple[str, ...]) -> tuple[str, ...]:
 
 Size = Annotated[ByteSize, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
+Endpoint = Annotated[str, AfterValidator(_is_endpoint)]
 RootPath = Annotated[str, AfterValidator(_is_root)]
 Keys = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(_split_keys), AfterValidator(_are_printable)]
 Origins = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split), AfterValidator(_are_origins)]

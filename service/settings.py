@@ -11,7 +11,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSetti
 
 from service.engine.ipc.config import MIB, EngineOptions
 from service.machine import usual_connections, usual_queue
-from service.setting_types import Addresses, Count, Keys, OpenPaths, Origins, RootPath, Size, TokenPair
+from service.setting_types import Addresses, Count, Endpoint, Keys, OpenPaths, Origins, RootPath, Size, TokenPair
 
 BUNDLED_MODEL_DIR = Path(__file__).resolve().parent / "bundled" / "base"
 BUNDLED_ADAPTERS_DIR = BUNDLED_MODEL_DIR.parent / "adapters"
@@ -323,6 +323,11 @@ class Settings(BaseSettings):
         le=1000,
         description="number of adapters with series of their own in /metrics, the busiest ones; ?adapter=NAME names "
         "others",
+    )
+    otlp_endpoint: Endpoint | None = Field(
+        None,
+        description="OpenTelemetry collector that takes traces by OTLP over HTTP, such as http://127.0.0.1:4318; needs "
+        "the extra `otel`; default: no traces",
     )
     log_format: Literal["text", "json"] = Field("text", description="format of the log, one line per request")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="lowest level that is logged")

@@ -190,7 +190,7 @@ LAYERS: dict[str, dict[str, str]] = {
         "engine_protocol": "",
         "errors": "",
         "http_rules": "",
-        "metrics": "",
+        "metrics": "http_rules",
         "page": "",
         "page_cache": "",
         "store_health": "",

@@ -30,6 +30,7 @@ from service.api.entry.error_handlers import add_error_handlers
 from service.api.entry.middleware import BodyRule, EntryMiddleware
 from service.api.http.json_body import ALWAYS_BYTES, BodyBudget
 from service.api.metrics.metrics import Metrics
+from service.api.metrics.traces import Tracing, tracing_to
 from service.api.openapi import serve_openapi
 from service.api.response_store import ResponseStore
 from service.api.routes import (
@@ -124,6 +125,7 @@ def create_app(settings: Settings, engine: EngineClient | Engines | None = None)
         app.include_router(page.router)
     add_error_handlers(app)
     access = Access(services.tenants, settings.open_paths)
+    app.state.tracing = _tracing(settings)
     buffered_bytes = int(settings.max_buffered_bytes)
     budget = BodyBudget(max(buffered_bytes // 2, int(settings.max_body_bytes)), ALWAYS_BYTES)
     app.add_middleware(
@@ -133,11 +135,25 @@ def create_app(settings: Settings, engine: EngineClient | Engines | None = None)
         body_rule=_body_rule(settings),
         budget=budget,
         root_path=settings.root_path,
+        tracing=app.state.tracing,
     )
     if settings.cors_origins:
         _allow_pages(app, settings.cors_origins)
     serve_openapi(app, access if services.tenants.need_keys else None, settings.root_path)
     return app
+
+
+def _tracing(settings: Settings) -> Tracing | None:
+    """None without an endpoint. StartError if the SDK is missing, or its variables are wrong."""
+    try:
+        return tracing_to(settings.otlp_endpoint)
+    except ImportError as error:
+        raise StartError(
+            f"--otlp-endpoint needs OpenTelemetry's SDK ({error}); install it with pip install 'multilora[otel]', or "
+            "leave the setting out."
+        ) from error
+    except (ValueError, OSError) as error:
+        raise StartError(f"The traces of --otlp-endpoint cannot be sent: {error}.") from error
 
 
 def _allow_pages(app: FastAPI, origins: tuple[str, ...]) -> None:
@@ -150,6 +166,7 @@ def _allow_pages(app: FastAPI, origins: tuple[str, ...]) -> None:
         expose_headers=[
             "X-Request-Id",
             "request-id",
+            "traceresponse",
             "X-Multilora-Adapter",
             "X-Multilora-Left-Out",
             "X-Multilora-Cached-Tokens",
@@ -302,6 +319,8 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         await asyncio.gather(*tasks, return_exceptions=True)
         if services.store is not None:
             services.store.close()
+        if app.state.tracing is not None:
+            await asyncio.to_thread(app.state.tracing.close)
         services.template_workers.close()
         services.grammar_trial.close()
 

@@ -40,9 +40,9 @@ def pins(name: str) -> dict[str, str]:
 
 
 def test_npu_versions_are_those_of_the_tests() -> None:
-    """numpy is held back by triton-ascend's interpreter, and then as the gate's environment does."""
+    """numpy is held back by triton-ascend's interpreter, and then as the gate's environment does; protobuf by CANN."""
     tested, image = pins("constraints.txt"), pins("constraints-npu.txt")
-    assert {name for name in image.keys() & tested.keys() if image[name] != tested[name]} == {"numpy"}
+    assert {name for name in image.keys() & tested.keys() if image[name] != tested[name]} == {"numpy", "protobuf"}
     gate = {Requirement(line) for line in (ROOT / "constraints-ascend.txt").read_text().splitlines() if "#" not in line}
     unlike = [str(wanted) for wanted in gate if (name := canonicalize_name(wanted.name)) in image
               and not wanted.specifier.contains(image[name])]  # fmt: skip
@@ -77,7 +77,7 @@ def test_cuda_pins_are_beside_the_others() -> None:
     assert pins("constraints-cuda.txt").keys() & pins("constraints.txt").keys() == set()
 
 
-@pytest.mark.parametrize(("extra", "constraints"), [("", "constraints.txt"), ("npu", "constraints-npu.txt")])
+@pytest.mark.parametrize(("extra", "constraints"), [("otel", "constraints.txt"), ("npu", "constraints-npu.txt")])
 def test_every_dependency_is_pinned(extra: str, constraints: str) -> None:
     command = [sys.executable, str(ROOT / "deploy/image/dependencies.py"), str(ROOT / "pyproject.toml")]
     printed = subprocess.run([*command, *extra.split()], check=True, capture_output=True, text=True).stdout

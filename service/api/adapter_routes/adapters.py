@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
+from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
 from fastapi import APIRouter, Query, Request, Response
@@ -13,7 +14,7 @@ from pydantic import Field
 
 from adapters.files.manifest import AdapterRecord
 from adapters.files.name_versions import Condition, Version, keep
-from adapters.files.paths import without_root
+from adapters.files.paths import separate, without_root
 from adapters.store.name_index import Row
 from adapters.store.store import AdapterStore
 from service.api.access.auth import caller_of, check_again, namespace_of
@@ -29,7 +30,7 @@ from service.api.adapter_routes.listing import (
     page_of_adapters,
 )
 from service.api.adapter_routes.probe import probe, refuse_probe
-from service.api.entry.request_log import note
+from service.api.entry.request_log import note, notes_of
 from service.api.errors import BadRequest, NotReady
 from service.api.openapi import DELETE_ERRORS, UPLOAD_BODY, UPLOAD_ERRORS, errors
 from service.api.schema.answers import AdapterDeleted, AdapterList, AdapterResponse, ModuleReport
@@ -89,22 +90,24 @@ async def take_upload(
         if query.without_tokenizer:
             upload.leave_tokenizer_out()
         try:
-            sent = await receive_upload(request, namespace.place, upload, place, make_parts)
+            with notes_of(request).phase("receive"):
+                sent = await receive_upload(request, namespace.place, upload, place, make_parts)
             if query.probe:
                 lease = await in_upload_thread(upload.hold)
                 held.callback(lease.release)
                 await probe(services, tenant, lease.record.manifest)
             await check_again(request, "upload")
-            record, created = await in_upload_thread(
-                namespace.finish,
-                upload,
-                namespace.place(sent.name_for(name)),
-                note=sent.note,
-                visibility=sent.visibility,
-                shared_with=sent.shared_with,
-                condition=condition,
-                on_new_version=query.on_new_version,
-            )
+            with notes_of(request).phase("move"):
+                record, created = await in_upload_thread(
+                    namespace.finish,
+                    upload,
+                    namespace.place(sent.name_for(name)),
+                    note=sent.note,
+                    visibility=sent.visibility,
+                    shared_with=sent.shared_with,
+                    condition=condition,
+                    on_new_version=query.on_new_version,
+                )
         finally:
             await in_upload_thread(upload.discard)
     note(request, adapter=record.reference, digest=record.digest[:12], created=created)
@@ -116,6 +119,8 @@ async def take_upload(
 def audit_change(request: Request, event: str, record: AdapterRecord, **fields: Any) -> None:
     """Write the audit line of a change: the name, its new version and the key that changed it."""
     caller = caller_of(request)
+    version = record.version
+    _trace_change(request, event, record.name, version.digest, {"multilora.adapter.version": version.number})
     audit(
         event,
         tenant=caller.tenant.name,
@@ -126,6 +131,13 @@ def audit_change(request: Request, event: str, record: AdapterRecord, **fields: 
         visibility=record.visibility,
         **fields,
     )
+
+
+def _trace_change(
+    request: Request, event: str, full_name: str, digest: str, more: Mapping[str, int] = MappingProxyType({})
+) -> None:
+    told = {"multilora.adapter.name": separate(full_name)[1], "multilora.adapter.digest": digest}
+    notes_of(request).span = {"multilora.change": event, **told, **more}
 
 
 class AdapterFilters(Filters):
@@ -188,7 +200,9 @@ async def remove_adapter(request: Request, name: str, condition: Condition) -> s
     store = require_store(services)
     caller.tenant.take_change()
     full_name = namespace_of(request, store).find_own(name)
-    digest = await in_turn(store.delete, full_name, condition)
+    with notes_of(request).phase("move"):
+        digest = await in_turn(store.delete, full_name, condition)
+    _trace_change(request, "deletion", full_name, digest)
     services.changed(full_name)
     adapter = without_root(full_name)
     note(request, adapter=adapter, digest=digest[:12])

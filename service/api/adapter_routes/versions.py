@@ -12,7 +12,7 @@ from adapters.files.name_versions import Change, or_made, while_ephemeral
 from service.api.access.auth import caller_of, namespace_of
 from service.api.access.preconditions import CONDITION_HEADERS, condition_of, refuse_conditions
 from service.api.adapter_routes.adapters import audit_change, describe, require_open_store, require_store, take_upload
-from service.api.entry.request_log import note
+from service.api.entry.request_log import note, notes_of
 from service.api.openapi import DELETE_ERRORS, REPLACE_BODY, UPLOAD_ERRORS, errors
 from service.api.schema.answers import AdapterHistory, AdapterResponse, AdapterVersion
 from service.api.schema.base import each_once, no_query
@@ -97,7 +97,9 @@ async def roll_back(request: Request, name: str, body: RollbackRequest) -> JSONR
     full_name = namespace_of(request, store).find_own(name)
     change = Change(caller_of(request).by, body.note)
     selector = "" if body.version is None else str(body.version)
-    record, created = await in_turn(store.rollback, full_name, selector, change, condition=condition_of(request))
+    condition = condition_of(request)
+    with notes_of(request).phase("move"):
+        record, created = await in_turn(store.rollback, full_name, selector, change, condition=condition)
     services.published(record)
     note(request, adapter=record.reference, digest=record.digest[:12], created=created)
     audit_change(request, "rollback", record, created=created)

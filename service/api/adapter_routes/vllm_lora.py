@@ -20,7 +20,7 @@ from service.api.access.auth import caller_of, namespace_of
 from service.api.access.namespace import Namespace
 from service.api.access.preconditions import refuse_conditions
 from service.api.adapter_routes.adapters import audit_change, remove_adapter, require_open_store
-from service.api.entry.request_log import note
+from service.api.entry.request_log import note, notes_of
 from service.api.errors import BadRequest, Forbidden, InvalidUserInput, UnknownModel
 from service.api.openapi import DELETE_ERRORS, errors
 from service.api.schema.answers import LoraUpdated
@@ -96,7 +96,8 @@ async def _load(request: Request, body: LoadLoraRequest) -> AdapterRecord:
     caller_of(request).tenant.take_change()
     async with services.loading():
         path = _below(root, body.lora_path)
-        record = await in_upload_thread(load_directory, namespace, root, path, body, full_name)
+        with notes_of(request).phase("receive"):  # and the move of the name
+            record = await in_upload_thread(load_directory, namespace, root, path, body, full_name)
     services.published(record)
     note(request, adapter=record.reference, digest=record.digest[:12])
     audit_change(request, "upload" if record.is_first else "replacement", record)

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 from uuid import uuid4
 
@@ -33,6 +34,7 @@ from service.api.http.json_body import BodyBudget
 from service.api.http.sse import JsonResponse
 from service.api.http_rules import MAX_REQUEST_ID_CHARS
 from service.api.metrics.metrics import Metrics
+from service.api.metrics.traces import Ended, RequestTrace, Tracing
 from service.api.schema.base import without_inert
 from service.fairness.client_identity import CLIENT, NOBODY, client_of
 from service.logs import LOGGER, REFUSAL_LINES, REQUEST_LOGGER
@@ -74,6 +76,7 @@ class EntryMiddleware:
     access     who may ask for what
     body_rule  by method and path
     budget     of all bodies that are held in memory
+    tracing    None where there are no traces
     """
 
     def __init__(
@@ -85,6 +88,7 @@ class EntryMiddleware:
         body_rule: Callable[[str, str], BodyRule],
         budget: BodyBudget,
         root_path: str = "",
+        tracing: Tracing | None = None,
     ) -> None:
         self._app = app
         self._root_path = root_path
@@ -92,6 +96,7 @@ class EntryMiddleware:
         self._metrics = metrics
         self._body_rule = body_rule
         self._budget = budget
+        self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -104,6 +109,8 @@ class EntryMiddleware:
         # Here, before anybody looks at the path: what a key is for goes by the same one as the routes.
         if self._root_path and scope["path"].startswith(f"{self._root_path}/"):
             inner["path"] = scope["path"][len(self._root_path) :]
+        if self._tracing is not None:
+            visit.trace = self._tracing.begin(method, inner["path"], visit.headers)
         visit.is_message = inner["path"] == _MESSAGES or inner["path"].startswith(f"{_MESSAGES}/")
         try:
             await self._pass(inner, visit)
@@ -111,7 +118,7 @@ class EntryMiddleware:
             visit.status = CLIENT_GONE
         except Exception as error:
             if type(error) not in TABLE:
-                LOGGER.exception("A request failed unexpectedly.", extra={"fields": {"request_id": visit.request_id}})
+                LOGGER.exception("A request failed unexpectedly.", extra={"fields": visit.ids})
             if visit.status is None:
                 await visit.refuse(error)
             elif not visit.answered:
@@ -150,12 +157,38 @@ class EntryMiddleware:
             "path": quoted(scope["path"]),
             "status": status,
             "ms": round((time.perf_counter() - visit.started) * 1e3, 1),
-            "request_id": visit.request_id,
+            **visit.ids,
             **visit.caller_lines(),
             **visit.notes.lines(),
         }
+        if visit.trace is not None:
+            self._end_trace(visit.trace, sent_method, route, visit)
         level = logging.DEBUG if route in _PROBES else logging.INFO
         REQUEST_LOGGER.log(level, "request", extra={"fields": fields})
+
+    def _end_trace(self, trace: RequestTrace, method: str, route: str, visit: _RequestScope) -> None:
+        """Hand over what there is to tell, once the last answer of the request is over: one in the background goes on
+        without its client."""
+        notes = visit.notes
+        open_jobs = [job for job in notes.jobs if not job.is_closed]
+        if open_jobs:
+            open_jobs[-1].on_close = partial(self._end_trace, trace, method, route, visit)
+            return
+        assert self._tracing is not None, "a trace of nobody"
+        told = {
+            **notes.span,
+            "gen_ai.request.id": visit.request_id,
+            "http.request.method": method,
+            "http.route": route,
+            "http.response.status_code": visit.status if visit.status is not None else CLIENT_GONE,
+        }
+        if not visit.answered:
+            told["error.type"] = "client_disconnected"
+        elif notes.error_type is not None:
+            told["error.type"] = notes.error_type
+        elif visit.status is not None and visit.status >= 400:
+            told["error.type"] = str(visit.status)
+        self._tracing.end(Ended(trace, told, notes.answers(trace.operation), notes.phases, visit.started))
 
 
 class _RequestScope:
@@ -176,10 +209,16 @@ class _RequestScope:
         self.is_message = False  # whether the path is of Anthropic's API, whose errors have a form of their own
         self.notes = RequestNotes()
         self.caller: Caller | None = None
+        self.trace: RequestTrace | None = None
         scope["multilora.notes"] = self.notes
         scope["multilora.request_id"] = self.request_id
         scope["multilora.refuse"] = self.refuse
         scope["multilora.forget_body"] = self.forget_body
+
+    @property
+    def ids(self) -> dict[str, str]:
+        """Log fields that name the request."""
+        return {"request_id": self.request_id} | ({} if self.trace is None else {"trace_id": self.trace.trace_id})
 
     def caller_lines(self) -> dict[str, str]:
         """Log fields that name the caller, where keys are set."""
@@ -229,6 +268,8 @@ class _RequestScope:
             headers["X-Request-Id"] = self.request_id
             if self.is_message:
                 headers["request-id"] = self.request_id
+            if self.trace is not None:
+                headers["traceresponse"] = self.trace.header
             if (adapter := self.notes.adapter) is not None:
                 headers["X-Multilora-Adapter"] = adapter
             if (left_out := self.notes.left_out) is not None:

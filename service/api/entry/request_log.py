@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -10,6 +12,7 @@ from fastapi import Request
 
 from service.api.errors import error_body
 from service.api.generation.job import GenerationJob
+from service.api.metrics.traces import Answered, Phase
 
 _MAX_ERROR_CHARS = 500
 _MAX_LEFT_OUT_CHARS = 1000
@@ -22,11 +25,38 @@ class RequestNotes:
         self.fields: dict[str, Any] = {}
         self.jobs: list[GenerationJob] = []
         self._left_out: list[str] = []
+        # For the request's trace: `type` of the error, parts of what it did, attributes.
+        self.error_type: str | None = None
+        self.phases: list[Phase] = []
+        self.span: dict[str, Any] = {}
 
     def failed(self, error: Exception) -> None:
         """Why the request, or a stream that had begun, was answered with an error: what the client was told."""
         told = error_body(error)["error"]
         self.fields |= {"error": told["message"][:_MAX_ERROR_CHARS], "param": told["param"]}
+        self.error_type = told["code"]
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A part of the request, for its trace."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.phases.append(Phase(name, began, time.perf_counter()))
+
+    def answers(self, operation: str) -> list[Answered]:
+        """The answers of models, for the trace. The parts of one request are one."""
+        found: list[Answered] = []
+        for job in self.jobs:
+            part = job.answered(operation)
+            if not (job.is_part and found):
+                found.append(part)
+                continue
+            found[0].timers += part.timers
+            for name in part.attributes.keys() & {"gen_ai.usage.input_tokens", "gen_ai.usage.output_tokens"}:
+                found[0].attributes[name] += part.attributes[name]
+        return found
 
     @property
     def adapter(self) -> str | None:

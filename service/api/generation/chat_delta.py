@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,7 +29,9 @@ class ChatFormatter:
         self._format = reading.calls
         self._reader = AnswerReader(reading, in_pieces=in_pieces)
         self._includes_thoughts, self._is_told = includes_thoughts, names_tool
-        self._num_calls = 0
+        self.num_calls = 0
+        # When the reading of calls began and ended, by `time.perf_counter`; of a stream, of the first and the last.
+        self.calls_span: tuple[float, float] | None = None
         self._num_thought = 0
         self._offsets: list[int] = []  # of tokens of which it is not certain yet whether they are thoughts
 
@@ -49,7 +52,7 @@ class ChatFormatter:
 
     def message(self, text: str, echoed: str = "", *, is_cut: bool = False) -> dict[str, Any]:
         """The whole answer; `echoed` stands before its words. `is_cut`: it ends though the model had not ended."""
-        words, thoughts, calls = [echoed], list[str](), list[dict[str, Any]]()
+        began, words, thoughts, calls = time.perf_counter(), [echoed], list[str](), list[dict[str, Any]]()
         for one in [*self._reader.push(text), *self._reader.finish(is_cut=is_cut)]:
             if isinstance(one, Call):
                 calls.append(self._call(one))
@@ -64,6 +67,7 @@ class ChatFormatter:
             message["reasoning"] = message["reasoning_content"] = "".join(thoughts)
         if calls:
             message["tool_calls"] = calls
+            self.calls_span = began, time.perf_counter()
         return message
 
     def deltas(self, text: str, *, is_last: bool, is_cut: bool = False) -> list[dict[str, Any]]:
@@ -72,14 +76,14 @@ class ChatFormatter:
         deltas: list[dict[str, Any]] = []
         for one in [*self._reader.push(text), *(self._reader.finish(is_cut=is_cut) if is_last else ())]:
             if isinstance(one, Call | Begun):
-                call = {"index": self._num_calls, **self._call(Call(one.name, ""))}
+                call = {"index": self.num_calls, **self._call(Call(one.name, ""))}
+                self._note_call()
                 deltas.append({"tool_calls": [call]})
             if isinstance(one, Call | Arguments):
                 arguments = one.arguments if isinstance(one, Call) else one.text
                 if arguments:
-                    deltas.append(
-                        {"tool_calls": [{"index": self._num_calls - 1, "function": {"arguments": arguments}}]}
-                    )
+                    self._note_call()
+                    deltas.append({"tool_calls": [{"index": self.num_calls - 1, "function": {"arguments": arguments}}]})
             elif isinstance(one, str):
                 deltas.append({"content": one})
             elif isinstance(one, Thought) and self._includes_thoughts:
@@ -89,10 +93,14 @@ class ChatFormatter:
     def finish_reason(self, reason: str | None) -> str | None:
         """OpenAI's finish reason: `tool_calls` where the model chose to call, `stop` where the request named the
         tool."""
-        return "tool_calls" if reason == "stop" and self._num_calls and not self._is_told else reason
+        return "tool_calls" if reason == "stop" and self.num_calls and not self._is_told else reason
+
+    def _note_call(self) -> None:
+        now = time.perf_counter()
+        self.calls_span = now if self.calls_span is None else self.calls_span[0], now
 
     def _call(self, call: Call) -> dict[str, Any]:
         assert self._format is not None, "a call in no format"
-        self._num_calls += 1
+        self.num_calls += 1
         function = {"name": call.name, "arguments": call.arguments}
         return {"id": self._format.new_id(), "type": "function", "function": function}

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from hashlib import sha256
+from typing import Any
 
 from adapters.errors import AdapterError
 from adapters.files.name_versions import Version
 from adapters.files.paths import without_root
 from service.api.admission.model_resolution import ResolvedModel, obstacle
 from service.api.admission.pipeline import Admitted, PlannedSequence
-from service.api.errors import ApiError
+from service.api.errors import ApiError, error_body
+from service.api.generation.chat_delta import ChatFormatter
 from service.api.generation.sequence import OutputChunk, SequenceRun
+from service.api.metrics.traces import Answered, Phase
 from service.api.queue_limits import LogprobBudget
 from service.api.state import Services
+from service.engine.ipc.messages import Sampling
 
 
 class GenerationJob:
@@ -41,8 +46,11 @@ class GenerationJob:
         self._services, self._target = services, admitted.target
         self._base_digest = services.base_digest
         self._admitted = admitted
-        self._closed = False
-        self.request_id = ""
+        self.is_closed = False
+        self.request_id = self.answer_id = ""
+        self.speakers: Sequence[ChatFormatter] = ()  # of a chat, one for each sequence
+        self.on_close: Callable[[], None] | None = None  # once
+        self._moves: list[tuple[float, Version]] = []  # by `time.perf_counter`
         services.open_jobs[self] = None
         self.is_streamed = is_streamed
         self._logprob_shares = services.logprobs
@@ -55,7 +63,7 @@ class GenerationJob:
         self._leased: list[ResolvedModel] = []  # versions that sequences have gone on with, or are to
         # The version that has made the latest token, or is to make the first.
         self._version = admitted.target.version
-        self.plans, self._is_part = (admitted.plans, False) if part is None else (part, True)
+        self.plans, self.is_part = (admitted.plans, False) if part is None else (part, True)
         self.runs: list[SequenceRun] = []
         self._num_untold = len(self.plans)
         for part_of in self._target.parts:
@@ -151,6 +159,67 @@ class GenerationJob:
         """From admission to the first token of any sequence."""
         return min((run.timer.first_token_seconds or 0.0 for run in self.runs if run.timer.num_tokens), default=None)
 
+    def answered(self, operation: str) -> Answered:
+        """The answer for a trace, once it is over.
+
+        operation  what the route's requests do; "": as their bodies say
+        """
+        plan, version, runs = self.plans[0], self.version, self.runs
+        prompts = {id(one.prompt): len(one.prompt.token_ids) for one in self.plans}
+        if self.speakers or not operation:
+            operation = "chat" if self.speakers else "text_completion" if plan.pooling is None else "embeddings"
+        told: dict[str, Any] = {
+            "gen_ai.operation.name": operation,
+            "gen_ai.provider.name": "multilora",
+            "gen_ai.request.model": self.name,
+            "gen_ai.response.model": self.name,
+            "gen_ai.usage.input_tokens": sum(prompts.values()),
+        }
+        if self.answer_id:
+            told |= self._generated(plan.sampling) | {"gen_ai.response.id": self.answer_id}
+        if len(runs) > len(prompts):
+            told["gen_ai.request.choice.count"] = len(runs) // len(prompts)
+        if version is not None:
+            told["multilora.adapter.name"] = self.name
+            told |= {"multilora.adapter.version": version.number, "multilora.adapter.digest": version.digest}
+        elif self.adapter is not None:
+            told["multilora.adapter.name"] = self.adapter
+        failure = next((run.failure for run in runs if run.failure is not None), None)
+        if failure is not None or "abort" in self.outcomes:
+            told["error.type"] = "abort" if failure is None else error_body(failure)["error"]["code"]
+        return Answered(
+            told,
+            [run.timer for run in runs],
+            [
+                Phase("tool_parsing", *one.calls_span, {"multilora.tool_calls": one.num_calls})
+                for one in self.speakers
+                if one.calls_span is not None
+            ],
+            [
+                ("adapter_version", at, {"multilora.adapter.version": to.number, "multilora.adapter.digest": to.digest})
+                for at, to in self._moves
+            ],
+        )
+
+    def _generated(self, sampling: Sampling) -> dict[str, Any]:
+        """The attributes of an answer in tokens."""
+        ends = [run.timer.outcome for run in self.runs]
+        if self.speakers:
+            ends = [one.finish_reason(end) for one, end in zip(self.speakers, ends, strict=True)]
+        return {
+            "gen_ai.request.max_tokens": sampling.max_tokens,
+            "gen_ai.request.temperature": sampling.temperature,
+            "gen_ai.request.top_p": sampling.top_p,
+            **{
+                f"gen_ai.request.{name}": value
+                for name in ("top_k", "frequency_penalty", "presence_penalty")
+                if (value := getattr(sampling, name))
+            },
+            "gen_ai.usage.output_tokens": self.num_completion_tokens,
+            "gen_ai.usage.cache_read.input_tokens": self.num_cached_tokens,
+            "gen_ai.response.finish_reasons": [end or "error" for end in ends],
+        }
+
     async def collect(self) -> list[OutputChunk]:
         """The whole answers. The first failure ends all of them."""
         while not all(run.is_over for run in self.runs) and not any(run.failure for run in self.runs):
@@ -199,7 +268,7 @@ class GenerationJob:
         """A name of the store stands for something else. If it is this job's, and its `on_new_version` is not "keep",
         the sequences go on with that, or begin anew. Of a name that is gone they keep what they have."""
         find = self._target.newest
-        if name != self._target.name or find is None or self._closed or self.plans[0].on_new_version == "keep":
+        if name != self._target.name or find is None or self.is_closed or self.plans[0].on_new_version == "keep":
             return
         try:
             newest = find()
@@ -229,9 +298,9 @@ class GenerationJob:
 
     def close(self, outcome: str = "abort") -> None:
         """Abort the running sequences and release everything; further calls do nothing."""
-        if self._closed:
+        if self.is_closed:
             return
-        self._closed = True
+        self.is_closed = True
         self._services.open_jobs.pop(self, None)
         for run in self.runs:
             run.close(outcome)
@@ -239,8 +308,10 @@ class GenerationJob:
         self._listener = None
         self._release_unused()
         self._logprobs.release()
-        if not self._is_part:
+        if not self.is_part:
             self._admitted.release()
+        if self.on_close is not None:
+            self.on_close()
 
     def _note(self, index: int) -> None:
         self._fresh[index] = None
@@ -255,6 +326,7 @@ class GenerationJob:
 
     def _note_version(self, version: Version) -> None:
         self._version = version
+        self._moves.append((time.perf_counter(), version))
         self._release_unused()
 
     def _release_unused(self) -> None:

@@ -87,8 +87,9 @@ class Answer(ABC, Generic[AnyRequest]):
         self._is_text_alone = not (has_logprobs or request.return_token_ids or self._options.counts_each_chunk)
         self._text_events: dict[int, TextEvent] = {}
         self.job = GenerationJob(services, admitted, bool(request.stream), keeps_logprobs=keeps_logprobs)
+        self.job.answer_id = f"{prefix}-{uuid4().hex}"
         self._head = {
-            "id": f"{prefix}-{uuid4().hex}",
+            "id": self.job.answer_id,
             "object": kind,
             "created": int(time.time()),
             "model": self.job.name,

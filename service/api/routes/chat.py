@@ -53,6 +53,7 @@ class ChatAnswer(Answer[ChatRequest]):
             )
             for plan in self.job.plans
         ]
+        self.job.speakers = self._speakers
 
     def _written(self, pieces: Sequence[OutputChunk]) -> dict[str, Any]:
         # As vLLM has it, these two are there whether they are asked for or not.

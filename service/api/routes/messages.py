@@ -97,6 +97,7 @@ class MessageAnswer:
             in_pieces=bool(chat.stream),
             includes_thoughts=chat.include_reasoning is not False,
         )
+        self.job.speakers, self.job.answer_id = [self._formatter], self._id
         self._has_calls = self._is_begun = False
         self._last: OutputChunk | None = None
         # Of the block that is written: its index, its type, and the event of more of it.

@@ -127,6 +127,7 @@ class ResponseAnswer:
         self.keep: Callable[[dict[str, Any]], Awaitable[bool]] | None = None
         self.items = items
         self.job = self._chat.job
+        self.job.answer_id = self.id
 
     async def whole(self) -> dict[str, Any]:
         """The answer in one piece."""
