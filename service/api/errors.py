@@ -21,6 +21,7 @@ Errors of the adapter store (`adapters.errors`), of tenants' limits (`service.te
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
 from adapters import errors as store_errors
@@ -140,6 +141,8 @@ TABLE: dict[type[Exception], Answer] = {
     store_errors.StoreBusy: Answer(503, "service_unavailable_error", store_errors.StoreBusy.code),
 }
 HANDLED = tuple(TABLE)
+# A path of this machine, and its last part; routes have other beginnings.
+_PATH = re.compile(r"(?<![\w.:/])/(?!v1/)(?:[^\s'\":,;/]+/)+([^\s'\":,;/]*)")
 _UNEXPECTED = Answer(500, "server_error", "internal_error")
 
 
@@ -149,12 +152,16 @@ def status_of(error: Exception) -> int:
 
 
 def error_body(error: Exception) -> dict[str, Any]:
-    """OpenAI's error object for `error`. What is not in the table is our own bug: its words stay inside."""
+    """OpenAI's error object for `error`. What is not in the table is our own bug: its words stay inside. So do the
+    paths of this machine, but for their last part."""
     answer = TABLE.get(type(error))
     if answer is None:
         message = "The server failed on this request; its log says why. The request itself may be fine."
         return shape(message, _UNEXPECTED.type, None, _UNEXPECTED.code)
-    body = shape(str(error), answer.type, getattr(error, "param", None), answer.code)
+    message = str(error)
+    if answer.status >= 500:  # perhaps in the words of the engine or of the operating system
+        message = _PATH.sub(r"\1", message)
+    body = shape(message, answer.type, getattr(error, "param", None), answer.code)
     if isinstance(error, store_errors.BindingError):
         problems = [{"name": _unicode(name), "reason": _unicode(reason)} for name, reason in error.problems]
         body["error"]["problems"] = problems

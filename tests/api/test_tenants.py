@@ -282,6 +282,34 @@ def told(keyed: Keyed, headers: dict[str, str], about: Any, name: str) -> tuple[
 
 
 class TestSecrets:
+    @pytest.mark.usefixtures("acme")
+    def test_keys_without_admin_learn_no_path_of_this_machine(self, keyed: Keyed, checkpoints: Checkpoints) -> None:
+        """Of all routes that change nothing, and of those that refuse what they are sent."""
+        control, others = keyed.key("acme", "control"), keyed.key("acme", "infer", "upload", "delete", "download")
+        paths = keyed.ask("GET", "/openapi.json", {}).json()["paths"]
+        answers = {}
+        for template, operations in paths.items():
+            if template.endswith("/archive"):  # adapter_config.json names the base as its trainer did
+                continue
+            for name, headers in (("mine", control), ("default/alpha", others)):
+                path = re.sub(r"\{\w+\}", name, template)
+                for method in {"get", "post", "put"} & operations.keys():
+                    if method == "get" or headers is others:
+                        answer = keyed.ask(method.upper(), path, headers, content=b"" if method == "get" else b"{}")
+                        answers[method, path] = answer
+        assert {answer.status_code for answer in answers.values()} >= {200, 400, 403, 404}
+        assert len([one for one in answers.values() if one.status_code == 200]) > 10
+        for asked, answer in answers.items():
+            for directory in (keyed.path.parent, checkpoints.base.parent):
+                assert str(directory) not in answer.text + str(answer.headers), asked
+        cards = {one["id"]: one for one in keyed.ask("GET", "/v1/models", others).json()["data"]}
+        adapter = keyed.ask("GET", "/v1/adapters/default/alpha", others).json()
+        assert (cards[BASE]["root"], cards["default/alpha"]["root"]) == (BASE, adapter["digest"])
+        assert keyed.ask("GET", "/v1/models/default/alpha", others).json() == cards["default/alpha"]
+        told = {one["id"]: one["root"] for one in keyed.ask("GET", "/v1/models", bearer("operator")).json()["data"]}
+        assert told[BASE] == str(checkpoints.endless_base)
+        assert told["alpha"] == str(checkpoints.adapters / "alpha")
+
     @pytest.mark.parametrize("about", [*ABOUT_A_NAME.values(), *CHANGES.values()], ids=[*ABOUT_A_NAME, *CHANGES])
     def test_another_s_adapter_is_as_one_that_is_not_there(
         self, keyed: Keyed, acme: dict[str, str], zeta: dict[str, str], about: Any

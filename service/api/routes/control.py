@@ -143,7 +143,7 @@ def _abort(request: Request, request_ids: frozenset[str] | None) -> AbortRespons
 )
 async def server_info(request: Request, query: Annotated[ServerInfoQuery, Query()]) -> ServerInfoResponse:
     """vLLM's, those parts of it that trainers read."""
-    config = _server_config(services_of(request))
+    config = _server_config(services_of(request), shows_paths=caller_of(request).may("admin"))
     if query.config_format == "json":
         return ServerInfoResponse(vllm_config=config)
     told = config.model_dump(by_alias=True)
@@ -159,7 +159,7 @@ async def get_world_size(query: Annotated[WorldSizeQuery, Query()]) -> WorldSize
     return WorldSizeResponse(world_size=1)
 
 
-def _server_config(services: Services) -> ServerConfig:
+def _server_config(services: Services, *, shows_paths: bool) -> ServerConfig:
     ready, settings = services.require_ready(), services.settings
     plan, lora = None if services.store is None else services.store.row_plan, None
     if plan is not None:
@@ -167,7 +167,7 @@ def _server_config(services: Services) -> ServerConfig:
         max_rank = most if plan.max_rank is None else min(most, plan.max_rank)
         lora = LoraConfig(max_lora_rank=max_rank, max_loras=services.metrics.by_adapter.max_adapters)
     model = ModelConfig(
-        model=str(settings.model_dir),
+        model=str(settings.model_dir) if shows_paths else settings.base_name,
         served_model_name=settings.base_name,
         dtype=f"torch.{ready.dtype}",
         max_model_len=ready.max_model_len_tokens,

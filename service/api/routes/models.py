@@ -54,7 +54,8 @@ async def list_models(request: Request, filters: Annotated[ModelFilters, Query()
     if filters.after == base:
         filters.after = ""
     limit_tokens = _limit_tokens(services)
-    base_cards = [_base_card(services, limit_tokens)] * has_base
+    shows_paths = caller_of(request).may("admin")
+    base_cards = [_base_card(services, limit_tokens, shows_paths=shows_paths)] * has_base
 
     def build(found: FoundPage) -> dict[str, Any]:
         cards = [
@@ -63,7 +64,7 @@ async def list_models(request: Request, filters: Annotated[ModelFilters, Query()
                 limit_tokens,
                 namespace.shown_name(one.name),
                 one.owner,
-                one.root or one.digest,
+                (one.root if shows_paths else "") or one.digest,
                 one.created_at_seconds,
             )
             for one in found.rows
@@ -74,7 +75,7 @@ async def list_models(request: Request, filters: Annotated[ModelFilters, Query()
         if services.store is None:
             return await listing(lambda: page(base_cards, "id", has_more=False))
         namespace = namespace_of(request, services.store)
-        key = ("models", has_base, limit_tokens)
+        key = ("models", has_base, limit_tokens, shows_paths)
         return await page_of_adapters(services, Listing(namespace, filters, filters.limit - has_base, key, None, build))
 
 
@@ -86,23 +87,24 @@ async def list_models(request: Request, filters: Annotated[ModelFilters, Query()
 )
 async def get_model(request: Request, model: str) -> ModelCard:
     """The card of the base or of an adapter, by any name that requests may use."""
-    services = services_of(request)
-    target = resolve(services, caller_of(request), model)
+    services, caller = services_of(request), caller_of(request)
+    shows_paths = caller.may("admin")
+    target = resolve(services, caller, model)
     try:
         if not target.parts:
-            return ModelCard(**_base_card(services, _limit_tokens(services)))
+            return ModelCard(**_base_card(services, _limit_tokens(services), shows_paths=shows_paths))
         record = target.parts[0].record
         name = f"{target.shown_name}@{record.version.number}" if "@" in model else target.shown_name
         version = record.version
-        root, made = version.root or version.digest, version.created_at_seconds
+        root, made = (version.root if shows_paths else "") or version.digest, version.created_at_seconds
         return ModelCard(**_adapter_card(services, _limit_tokens(services), name, record.owner, root, made))
     finally:
         target.release()
 
 
-def _base_card(services: Services, limit_tokens: int | None) -> dict[str, Any]:
+def _base_card(services: Services, limit_tokens: int | None, *, shows_paths: bool) -> dict[str, Any]:
     name = services.settings.base_name
-    root = str(services.settings.model_dir)
+    root = str(services.settings.model_dir) if shows_paths else name
     return _card(limit_tokens, name, services.started_at_seconds, root=root, parent=None)
 
 

@@ -88,8 +88,8 @@ class EmbeddingList(Response):
 class ModelCard(Response):
     """A name that `model` may take.
 
-    `root` is the model's directory; of an adapter the one that it was loaded from, or else its digest. The last three
-    are Anthropic's.
+    `root` is the base's name, and of an adapter its digest; for keys with the scope `admin` the directory of the base,
+    and the one that the adapter was loaded from. The last three are Anthropic's.
     """
 
     id: str

@@ -113,7 +113,7 @@ class ServerInfoQuery(BaseModel):
 class ModelConfig(Response):
     """The base in vLLM's words."""
 
-    model: str
+    model: str = Field(description="for keys with the scope `admin` its directory, for others its name")
     served_model_name: str
     dtype: str = Field(description="as torch writes it, such as torch.bfloat16")
     max_model_len: int

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from adapters import errors as store_errors
-from service.api.errors import TABLE, ApiError, UnknownModel, error_body, status_of
+from service.api.errors import TABLE, ApiError, EngineFailed, NotReady, UnknownModel, error_body, status_of
 from service.engine.ipc.token_streams import EngineDied
 from service.models.errors import ModelError
 from service.tenants.limits import LimitReached
@@ -43,6 +43,25 @@ def test_a_subclass_without_a_row_is_our_bug_and_says_nothing() -> None:
 
     assert status_of(New("secret")) == 500
     assert "secret" not in str(error_body(New("secret")))
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        ("The checkpoint in /srv/models/tiny has no config.json.", "The checkpoint in tiny has no config.json."),
+        (
+            "OSError: [Errno 2] No such file: '/srv/a.b/x.safetensors'",
+            "OSError: [Errno 2] No such file: 'x.safetensors'",
+        ),
+        ("/data/store/: it is full.", ": it is full."),
+        ("The engine sleeps; POST /wake_up wakes it.", "The engine sleeps; POST /wake_up wakes it."),
+        ("GET /v1/models/x lists 3/4 of https://a.b/c/d.", "GET /v1/models/x lists 3/4 of https://a.b/c/d."),
+    ],
+)
+def test_what_the_engine_says_names_no_directory(said: str, told: str) -> None:
+    for kind in (NotReady, EngineFailed):
+        assert error_body(kind(said))["error"]["message"] == told
+    assert error_body(UnknownModel(said))["error"]["message"] == said, "the client's own words"
 
 
 @pytest.mark.parametrize("error", [RuntimeError("/root/secret"), KeyError("token"), AssertionError("x")])
