@@ -132,12 +132,15 @@ def route(
     normalises: bool,
     correction: torch.Tensor | None = None,
     scale: float = 1.0,
+    expert_scales: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(chosen int64 [tokens, num_chosen], weights of the logits' dtype, same shape) of logits [tokens, num_experts].
 
     normalises  divide the weights by their sum
     correction  float32 [num_experts], added to the probabilities for the choice alone; they are sigmoids then
     scale       factor of the weights
+    expert_scales
+                float32 [num_experts], factors of the weights of each expert
 
     In float32 inside, like transformers' routers; the same plain torch on every device.
     """
@@ -149,6 +152,8 @@ def route(
         weights = probabilities.gather(1, chosen)
     if normalises:
         weights = weights / weights.sum(dim=1, keepdim=True)
+    if expert_scales is not None:
+        weights = weights * expert_scales[chosen]
     return chosen, (weights * scale if scale != 1.0 else weights).to(logits.dtype)
 
 

@@ -84,12 +84,14 @@ def layout_of_spec(spec: ModelSpec) -> BaseLayout:
                 pieces = _slices(prefix, linear.slices)
                 name = prefix + linear.name
                 projections.append(ProjectionSpec(name, index, "experts", "experts", linear.in_features, pieces))
-            names = [prefix + name for name in (*layer.mlp.modules, *(linear.name for linear in of_layer))]
+            modules = (layer.mlp.experts, layer.mlp.router, *(linear.name for linear in of_layer))
             binds_router, is_interleaved = bool(layer.mlp.routers), layer.mlp.interleaved
-            module, router, gate_up, down = names
+            module, router, gate_up, down = (prefix + name for name in modules)
             num = layer.mlp.num_experts
             experts.append(Experts(module, router, num, gate_up, down, binds_router, is_interleaved))
             fixed += () if binds_router else (f"{router}.weight",)
+            if (stream := layer.mlp.stream) is not None:
+                fixed += (prefix + stream.router_scale, prefix + stream.expert_scales)
         replaced = {f"{norm}.weight" for norm in layer.mixer.norms}
         fixed += (prefix + tensor for tensor in layer.mixer.tensors if tensor not in replaced)
         fixed += () if layer.scalar is None else (prefix + layer.scalar,)

@@ -23,7 +23,14 @@ from tests.parity.test_kinds import kinds_of
 from tests.support.http.server_process import wait_for
 from tests.support.limits import LIMIT_SECONDS
 from tests.support.models.quantised_models import make_quantised
-from tests.support.models.tiny_models import DEQUANTISED, LINEAR_MODULES, load_oracle, make_adapter, make_tiny_model
+from tests.support.models.tiny_models import (
+    DEQUANTISED,
+    LINEAR_MODULES,
+    WITH_EXPERTS,
+    load_oracle,
+    make_adapter,
+    make_tiny_model,
+)
 from tests.tolerances import LOGITS
 
 TOKENS = torch.arange(4, 44)[None]
@@ -75,7 +82,10 @@ def test_logits_equal_those_of_the_base_with_the_adapter(family: str, kind: str,
     assert_merged(base, adapter, tmp_path / "out", merges=(family, kind) not in NOT_AS_PEFT_MERGES)
 
 
-@pytest.mark.parametrize(("family", "is_packed"), [("qwen3_moe", False), ("qwen3_moe", True), ("gpt_oss", True)])
+@pytest.mark.parametrize(
+    ("family", "is_packed"),
+    [*((family, True) for family in ("qwen3_moe", "gpt_oss", *WITH_EXPERTS)), ("qwen3_moe", False)],
+)
 def test_experts(family: str, is_packed: bool, tmp_path: Path) -> None:
     base = make_tiny_model(family, tmp_path / "base")
     if is_packed and family == "qwen3_moe":

@@ -40,7 +40,7 @@ from tests.support.models.tiny_models import make_tiny_model, tiny_config
 
 FAMILIES = ("qwen3_moe", "qwen3_5_moe_text", "glm4_moe")
 LAYER = {"qwen3_moe": "model.layers.0", "qwen3_5_moe_text": "model.layers.1", "glm4_moe": "model.layers.1"}
-PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+PARAMETERS = ["experts.gate_up_proj", "experts.down_proj"]
 PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -80,6 +80,8 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "one-expert": ("qwen3_moe", {"num_experts_per_tok": 1}),
     "all-experts": ("qwen3_5_moe_text", {"num_experts_per_tok": 7}),
     "window": ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 9}),
+    "beside-a-shared-one": ("granitemoehybrid-experts", {}),
+    "of-the-stream": ("gemma4_text-experts", {}),
 }
 
 
@@ -347,8 +349,31 @@ def test_adapters_of_a_router_in_float32_are_refused() -> None:
         bind(layout_of(config_of("glm4_moe")), parse_config(json.dumps(config).encode()), tensors)
 
 
+def test_a_router_is_one_by_its_names_in_all_versions_of_transformers(tmp_path: Path) -> None:
+    layout = layout_of(config_of("granitemoehybrid-experts"))
+    digests = set()
+    for name, config in (
+        ("router", {"target_modules": [], "target_parameters": ["router.weight"]}),
+        ("router.layer", {"target_modules": ["layer"]}),
+    ):
+        tensors = {
+            f"base_model.model.model.layers.{index}.block_sparse_moe.{name}.lora_{side}.weight": torch.ones(shape)
+            for index in range(layout.num_layers)
+            for side, shape in (("A", (R, 48)), ("B", (7, R)))
+        }
+        digests.add(publish(tmp_path / name, layout, tensors, config)[0].digest)
+    assert len(digests) == 1
+
+
 # The weight of the router, where adapters bind to it.
-ROUTERS = {"qwen3_moe": "mlp.gate", "qwen3_5_moe_text": "mlp.gate", "gpt_oss": "mlp.router", "glm4_moe": None}
+ROUTERS = {
+    "qwen3_moe": "mlp.gate",
+    "qwen3_5_moe_text": "mlp.gate",
+    "gpt_oss": "mlp.router",
+    "glm4_moe": None,
+    "granitemoehybrid-experts": "block_sparse_moe.router",
+    "gemma4_text-experts": "router.proj",
+}
 WORLDS = [pytest.param(family, marks=pytest.mark.wide if family != "qwen3_moe" else ()) for family in ROUTERS]
 
 
@@ -358,9 +383,10 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     specs: dict[str, dict[str, Any]] = {}
     if (router := ROUTERS[request.param]) is not None:
         target = {"target_parameters": [f"{router}.weight"]}
+        pattern = {router.partition(".")[2] + ".weight": 3}
         specs = {
-            "router": {"rank": 4, "target_modules": ["q_proj"], **target, "rank_pattern": {router[4:] + ".weight": 3}},
-            "router-alone": {"rank": 5, "target_modules": [], **target, "alpha_pattern": {f"{router}.weight": 20}},
+            "router": {"rank": 4, "target_modules": ["q_proj"], **target, "rank_pattern": pattern},
+            "router-alone": {"rank": 5, "target_modules": [], **target, "lora_alpha": 40},
         }
     specs |= {
         "experts": {"rank": 2, "target_modules": ["q_proj"], "target_parameters": PARAMETERS},
@@ -378,13 +404,16 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         },
         "attention": {"rank": 8, "target_modules": ["q_proj", "v_proj"]},
     }
+    if request.param == "gemma4_text-experts":
+        norms = ["pre_feedforward_layernorm_2", "post_feedforward_layernorm_1", "post_feedforward_layernorm_2"]
+        specs["norms"] = {"rank": 2, "target_modules": ["q_proj"], "modules_to_save": norms}
     return make_world(request.param, tmp_path_factory.mktemp(request.param), device, specs=specs)
 
 
 def test_mixed_batches_equal_peft(world: World) -> None:
     """Prompts in chunks and decode steps, beside an adapter of attention and the base; each adapter says its own."""
     requests = make_requests(world, 2 * (1 + len(world.adapters)), max_prompt=20)
-    answers = answers_of(world, requests, token_budget=24, max_sequences=6, num_rows=64)
+    answers = answers_of(world, requests, token_budget=24, max_sequences=6, num_rows=64, side_bytes=4 << 20)
     oracle = Oracle(world)
     for request in requests:
         assert_greedy(oracle, request, answers[request.name].tokens)

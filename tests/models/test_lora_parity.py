@@ -30,6 +30,7 @@ from tests.support.models.tiny_models import (
     FAMILIES,
     LINEAR_MODULES,
     VOCAB_SIZE,
+    WITH_EXPERTS,
     make_adapter,
     make_tiny_model,
     make_wrongly_tied_model,
@@ -101,6 +102,7 @@ def peft_logits(
 
 SETTINGS = {
     **{f"{family}-{dtype}": (family, dtype, make_tiny_model, False) for dtype in DTYPES for family in FAMILIES},
+    **{family: (family, torch.float32, make_tiny_model, False) for family in WITH_EXPERTS},
     "qwen3-wrongly-tied": ("qwen3", torch.float32, make_wrongly_tied_model, False),
     # With biases, and with convolutions; the rows behind the base weights.
     "qwen2-windows": ("qwen2", torch.float32, make_tiny_model, True),

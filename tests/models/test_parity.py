@@ -11,7 +11,14 @@ import torch
 from service.models.layers.weights import WeightsKind
 from service.models.loader import LoadedModel, load_model
 from tests.support.engine.hand_steps import HandDriver
-from tests.support.models.tiny_models import FAMILIES, VOCAB_SIZE, load_oracle, make_tiny_model, make_wrongly_tied_model
+from tests.support.models.tiny_models import (
+    FAMILIES,
+    VOCAB_SIZE,
+    WITH_EXPERTS,
+    load_oracle,
+    make_tiny_model,
+    make_wrongly_tied_model,
+)
 from tests.tolerances import LOGITS, LOGITS_RMS, logits_bounds
 
 LENGTHS = (1, 7, 33, 50)
@@ -55,7 +62,7 @@ def assert_parity(
 
 
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{family: (family, {}) for family in FAMILIES},
+    **{family: (family, {}) for family in (*FAMILIES, *WITH_EXPERTS)},
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
     "llama-multi-head": ("llama", {"num_key_value_heads": 6}),

@@ -34,7 +34,7 @@ from tests.support.models.whole_models import WHOLE_FAMILIES, make_whole_model, 
 
 # Cases of the wide tier: what they show is shown by others too.
 WIDE = {"mistral3-ministral3", "qwen3_vl_moe", "glm4v", "Ministral-3-8B-Instruct-2512-BF16", "GLM-4.1V-9B-Thinking",
-        "Qwen3-VL-30B-A3B", "gemma4", "gemma-4-E2B", "gemma-4-31B"}  # fmt: skip
+        "Qwen3-VL-30B-A3B", "gemma4", "gemma-4-E2B", "gemma-4-31B", "gemma-4-26B-A4B"}  # fmt: skip
 
 
 def with_wide(names: Iterable[str]) -> list[Any]:
@@ -209,6 +209,37 @@ PUBLISHED: dict[str, dict[str, Any]] = {
             "vocab_size_per_layer_input": 262_144,
         },
         "tie_word_embeddings": True,
+        "vision_config": {"model_type": "gemma4_vision", "num_hidden_layers": 2},
+    },
+    "gemma-4-26B-A4B": {
+        "model_type": "gemma4",
+        "eos_token_id": [1, 106],
+        "text_config": {
+            "attention_k_eq_v": True,
+            "enable_moe_block": True,
+            "final_logit_softcapping": 30.0,
+            "global_head_dim": 512,
+            "head_dim": 256,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_size": 2816,
+            "hidden_size_per_layer_input": 0,
+            "intermediate_size": 2112,
+            "layer_types": ["sliding_attention"] * 5 + ["full_attention"],
+            "max_position_embeddings": 262_144,
+            "moe_intermediate_size": 704,
+            "num_attention_heads": 16,
+            "num_experts": 128,
+            "num_global_key_value_heads": 2,
+            "num_hidden_layers": 6,
+            "num_key_value_heads": 8,
+            "num_kv_shared_layers": 0,
+            "rms_norm_eps": 1e-6,
+            "rope_parameters": _GEMMA4_ROTATIONS,
+            "sliding_window": 1024,
+            "tie_word_embeddings": True,
+            "top_k_experts": 8,
+            "vocab_size": 262_144,
+        },
         "vision_config": {"model_type": "gemma4_vision", "num_hidden_layers": 2},
     },
     "gemma-3-4b-it": {
@@ -405,6 +436,14 @@ def assert_transformers_reads_the_same(config: dict[str, Any]) -> None:
         if projection.kind == "linear"
     }
     assert found == expected
+    for one in layout.experts:
+        held = {f"{one.module}.{name}": weight for name, weight in model.get_submodule(one.module).named_parameters()}
+        projections = {one.name: one for one in layout.projections}
+        gate_up, down = projections[one.gate_up], projections[one.down]
+        assert tuple(held[one.down].shape) == (one.num, down.slices[0].out_features, down.in_features)
+        if not one.is_interleaved:
+            outputs = sum(piece.out_features for piece in gate_up.slices)
+            assert tuple(held[one.gate_up].shape) == (one.num, outputs, gate_up.in_features)
     spec, full = model_spec(config), model_spec(json.loads(read.to_json_string(use_diff=False)))
     assert (spec.layers, spec.rotations, spec.tie_word_embeddings) == (
         full.layers,
@@ -420,9 +459,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         config_json("mistral3", text_config={"model_type": "mistral4"}),
         "has a text_config of the model_type 'mistral4'; served is mistral",
     ),
-    "experts-beside": (
+    "experts-of-no-number": (
         config_json("gemma4", text_config={"model_type": "gemma4_text", "enable_moe_block": True}),
-        "asks for enable_moe_block",
+        "must give num_experts as a positive integer",
     ),
     "quantised": (
         config_json("gemma3", text_config={"model_type": "gemma3_text", "quantization_config": {"bits": 4}}),

@@ -34,7 +34,7 @@ from tests.support.engine.engine_parity import (
 )
 from tests.support.models.tiny_models import OTHER_MIXERS, VOCAB_SIZE
 
-FAMILIES = ("lfm2", "qwen3_5_text", "granitemoehybrid")
+FAMILIES = ("lfm2", "qwen3_5_text", "granitemoehybrid", "granitemoehybrid-experts")
 # Around the borders of the delta rule's chunks, and of the convolution's taps.
 LENGTHS = (1, 2, 3, 5, 33, 63, 64, 65, 66, 90, 129)
 

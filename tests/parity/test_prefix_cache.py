@@ -28,12 +28,12 @@ from tests.support.engine.engine_parity import (
     make_world,
     run_engine,
 )
-from tests.support.models.tiny_models import ATTENTION_INPUTS, FAMILIES, LINEAR_MODULES, VOCAB_SIZE
+from tests.support.models.tiny_models import ATTENTION_INPUTS, FAMILIES, LINEAR_MODULES, VOCAB_SIZE, WITH_EXPERTS
 
 INVOCATION = (9, 8, 7)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=(*FAMILIES, *WITH_EXPERTS))
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, device: str) -> World:
     return world_of(request.param, tmp_path_factory.mktemp(request.param), device)
 

@@ -26,6 +26,12 @@ from service.models.spec.quantisation import Quantisation, quantisation_of
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MAPPED_BYTES = 128 << 20
+# What files call some tensors that have other names since transformers 5, by the ends of the names.
+_CALLED_NOW = {
+    "block_sparse_moe.input_linear.weight": "block_sparse_moe.experts.gate_up_proj",
+    "block_sparse_moe.output_linear.weight": "block_sparse_moe.experts.down_proj",
+    "block_sparse_moe.router.layer.weight": "block_sparse_moe.router.weight",
+}
 
 
 class TensorSource(Protocol):
@@ -47,7 +53,8 @@ class Checkpoint:
     """The tensors of an open checkpoint by name; see `open_checkpoint`.
 
     Files name the model around a tensor as it was called when they were written, so a name that they do not have stands
-    for the one tensor that is called so below another model (`adapters.peft.module_names.tail_of`).
+    for the one tensor that is called so below another model (`adapters.peft.module_names.tail_of`), or was called
+    otherwise once (`_CALLED_NOW`).
 
     The weight of a quantised module has the name of any other, "... .q_proj.weight", whatever its tensors are called;
     so have quantised experts in one tensor.
@@ -60,7 +67,7 @@ class Checkpoint:
         self._file_of = {name: file for file, handle in self._files.items() for name in handle.keys()}  # noqa: SIM118
         self._by_tail: dict[str, list[str]] = {}
         for name in self._file_of:
-            self._by_tail.setdefault(tail_of(name), []).append(name)
+            self._by_tail.setdefault(tail_of(_called_now(name)), []).append(name)
         self._mapped_bytes = 0
 
     def __contains__(self, name: object, /) -> bool:
@@ -224,6 +231,11 @@ def _naming(name: str) -> Iterator[None]:
         yield
     except ModelError as error:
         raise ModelError(f"the quantised {name.removesuffix('.weight')} cannot be read: {error}") from None
+
+
+def _called_now(name: str) -> str:
+    end = next((end for end in _CALLED_NOW if name.endswith(f".{end}")), None)
+    return name if end is None else name.removesuffix(end) + _CALLED_NOW[end]
 
 
 def _open(model_dir: Path, file: str) -> Any:

@@ -1,7 +1,5 @@
 """Gemma 4, text: Gemma 3 with larger heads in layers that look at everything, keys and values that late layers read of
-earlier ones, and inputs of each layer by token.
-
-A mixture of experts beside the feed-forward (26B-A4B) is refused.
+earlier ones, and inputs of each layer by token; in 26B-A4B a mixture of experts beside each feed-forward.
 """
 
 from __future__ import annotations
@@ -16,10 +14,20 @@ from service.models.spec.config_json import (
     check_activation,
     completed,
     count,
+    expert_sizes,
     layer_types,
     model_sizes,
 )
-from service.models.spec.model_spec import AttentionSpec, LayerInputs, LayerSpec, MlpSpec, ModelSpec
+from service.models.spec.model_spec import (
+    AttentionSpec,
+    FeedForward,
+    LayerInputs,
+    LayerSpec,
+    MlpSpec,
+    ModelSpec,
+    MoeSpec,
+    StreamSpec,
+)
 from service.models.spec.rope_facts import RopeFacts, rope_facts
 
 _DEFAULTS: Config = {
@@ -57,8 +65,6 @@ def read(config: Config) -> ModelSpec:
     check_activation(config, ("gelu_pytorch_tanh",), key="hidden_activation")
     if config.get("use_bidirectional_attention") not in (None, "vision"):
         raise ModelError("config.json asks for use_bidirectional_attention; served are models that look back only")
-    if config.get("enable_moe_block"):
-        raise ModelError("config.json asks for enable_moe_block, experts beside the feed-forward; they are not served")
     kinds, num_shared = _layer_kinds(config), config["num_kv_shared_layers"]
     if not isinstance(num_shared, int) or not 0 <= num_shared < len(kinds):
         raise ModelError(f"config.json has {num_shared!r} num_kv_shared_layers; served is 0 to {len(kinds) - 1}")
@@ -103,12 +109,34 @@ def _layer(config: Config, kinds: list[str], index: int, first_shared: int) -> L
         attention["cache_of"] = max(at for at in range(first_shared) if kinds[at] == kinds[index])
     return LayerSpec(
         mixer=AttentionSpec(**attention),
-        mlp=MlpSpec(size=2 * size if is_wide else size, activation="gelu_tanh"),
+        mlp=_feed_forward(config, 2 * size if is_wide else size),
         mixer_end_norm="post_attention_layernorm",
         mlp_norm="pre_feedforward_layernorm",
         mlp_end_norm="post_feedforward_layernorm",
         inputs=inputs,
         scalar="layer_scalar",
+    )
+
+
+def _feed_forward(config: Config, size: int) -> FeedForward:
+    dense = MlpSpec(size=size, activation="gelu_tanh")
+    if not config.get("enable_moe_block", False):
+        return dense
+    return MoeSpec(
+        **expert_sizes({**config, "num_experts_per_tok": config.get("top_k_experts")}),
+        normalises=True,
+        activation="gelu_tanh",
+        shared=dense,
+        shared_gate=None,
+        router="router.proj",
+        experts="experts",
+        stream=StreamSpec(
+            norm="pre_feedforward_layernorm_2",
+            end_norm="post_feedforward_layernorm_2",
+            shared_end_norm="post_feedforward_layernorm_1",
+            router_scale="router.scale",
+            expert_scales="router.per_expert_scale",
+        ),
     )
 
 

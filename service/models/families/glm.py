@@ -123,7 +123,7 @@ def _experts(config: Config) -> MoeSpec:
         **sizes,
         normalises=bool(config["norm_topk_prob"]),
         scale=float(scale),
-        correction="gate.e_score_correction_bias",
+        correction="mlp.gate.e_score_correction_bias",
         shared=MlpSpec(size=sizes["size"] * num_shared, name="mlp.shared_experts") if num_shared else None,
         shared_gate=None,
     )

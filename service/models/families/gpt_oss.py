@@ -56,7 +56,7 @@ def read(config: Config) -> ModelSpec:
         bias=True,
         activation="clamped",
         interleaved=True,
-        router="router",
+        router="mlp.router",
     )
     bias = bool(config["attention_bias"])
     attention = {**attention_sizes(config), "input_bias": bias, "output_bias": bias, "has_sinks": True}

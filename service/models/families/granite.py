@@ -1,6 +1,6 @@
 """Granite: Llama with factors of its own on embedded tokens, attention scores, what joins the residual stream, and
-logits. Granite 4 without experts: the same with packed gate and up, perhaps Mamba-2 in most layers, and perhaps
-without positions. Bamba: Mamba-2 in most layers, and half of each head turned in the others."""
+logits. Granite 4: the same with packed gate and up, perhaps experts beside these, Mamba-2 in most layers, and no
+positions. Bamba: Mamba-2 in most layers, and half of each head turned in the others."""
 
 from __future__ import annotations
 
@@ -14,10 +14,19 @@ from service.models.spec.config_json import (
     check_activation,
     completed,
     count,
+    expert_sizes,
     layer_types,
     model_sizes,
 )
-from service.models.spec.model_spec import AttentionSpec, LayerSpec, Mamba2Spec, MlpSpec, ModelSpec
+from service.models.spec.model_spec import (
+    AttentionSpec,
+    FeedForward,
+    LayerSpec,
+    Mamba2Spec,
+    MlpSpec,
+    ModelSpec,
+    MoeSpec,
+)
 from service.models.spec.rope_facts import RopeFacts, rope_facts
 
 _DEFAULTS: Config = {
@@ -44,7 +53,9 @@ _UNLIMITED = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])  # as JSON has 
 _HYBRID_DEFAULTS: Config = {
     **_DEFAULTS,
     **_MAMBA_DEFAULTS,
+    "intermediate_size": 11_008,
     "num_local_experts": 8,
+    "num_experts_per_tok": 2,
     "shared_intermediate_size": 1024,
 }
 _BAMBA_DEFAULTS: Config = {
@@ -77,12 +88,10 @@ def read_hybrid(config: Config) -> ModelSpec:
     config = completed(config, _HYBRID_DEFAULTS)
     kinds = config.get("layer_types") or config.get("layers_block_type")
     kinds = kinds or ["mamba"] * count(config, "num_hidden_layers")
-    if config["num_local_experts"] != 0:
-        raise ModelError(f"config.json has {config['num_local_experts']!r} num_local_experts; served is 0")
     kinds = layer_types({**config, "layer_types": kinds}, tuple(_KINDS))
     mambas = [_mamba(config) if _KINDS[kind] else None for kind in kinds]
     size, packed = count(config, "shared_intermediate_size"), ("input_linear",)
-    mlp = MlpSpec(size=size, name="shared_mlp", inputs=packed, output="output_linear")
+    mlp = _with_experts(config, MlpSpec(size=size, name="shared_mlp", inputs=packed, output="output_linear"))
     is_turned = config.get("position_embedding_type") == "rope"
     return _read(config, mlp, rope_facts(config) if is_turned else RopeFacts(kind="none", theta=1.0), mambas)
 
@@ -104,6 +113,21 @@ def read_bamba(config: Config) -> ModelSpec:
         layers=tuple(layers),
         rotations=(rope_facts({**config, "partial_rotary_factor": 0.5}, may_turn_a_share=True),),
         final_norm="final_layernorm",
+    )
+
+
+def _with_experts(config: Config, shared: MlpSpec) -> FeedForward:
+    if config["num_local_experts"] == 0 and not isinstance(config["num_local_experts"], bool):
+        return shared
+    sizes = {"num_experts": count(config, "num_local_experts"), "moe_intermediate_size": config["intermediate_size"]}
+    return MoeSpec(
+        **expert_sizes({**config, **sizes}),
+        normalises=True,
+        shared=shared,
+        shared_gate=None,
+        router="block_sparse_moe.router",
+        router_inner="block_sparse_moe.router.layer",
+        experts="block_sparse_moe.experts",
     )
 
 
@@ -131,7 +155,7 @@ def _mamba(config: Config) -> Mamba2Spec:
     )
 
 
-def _read(config: Config, mlp: MlpSpec, rotation: RopeFacts, mambas: list[Mamba2Spec | None]) -> ModelSpec:
+def _read(config: Config, mlp: FeedForward, rotation: RopeFacts, mambas: list[Mamba2Spec | None]) -> ModelSpec:
     """mambas  of the layers without attention, None for the others"""
     check_activation(config)
     bias = bool(config.get("attention_bias", False))

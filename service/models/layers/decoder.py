@@ -228,7 +228,7 @@ def _feed(
     window_rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The second half of a layer: (the residual stream by the next norm, the stream). `given`: `AllLayerInputs`'s."""
-    fed = layer.feed(normed, lora, window_rows)
+    fed = layer.feed(normed, stream, lora, window_rows)
     if not layer.has_end:
         return _add(norm, fed, stream, lora)
     stream = layer.end(stream + fed, given, lora, window_rows)

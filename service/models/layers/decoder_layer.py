@@ -81,9 +81,9 @@ class DecoderLayer:
         mixed = self.mixer(normed, batch, rotations, cache)  # type: ignore[arg-type]
         return self._end(mixed, self.mixer_end_norm, batch.lora)
 
-    def feed(self, normed: torch.Tensor, lora: LoraMaps | None, window_rows: int) -> torch.Tensor:
-        """The same for the feed-forward layer."""
-        return self._end(self.mlp(normed, lora, window_rows), self.mlp_end_norm, lora)
+    def feed(self, normed: torch.Tensor, stream: torch.Tensor, lora: LoraMaps | None, window_rows: int) -> torch.Tensor:
+        """The same for the feed-forward layer, of the norm of the residual stream and the stream."""
+        return self._end(self.mlp(normed, stream, lora, window_rows), self.mlp_end_norm, lora)
 
     @property
     def has_end(self) -> bool:
@@ -108,7 +108,8 @@ class DecoderLayer:
         of_heads = self.mixer.head_norms if isinstance(self.mixer, Attention) else None
         of_inputs = None if self.inputs is None else self.inputs.norm
         each = (self.mixer_norm, self.mixer_end_norm, self.mlp_norm, self.mlp_end_norm, of_inputs)
-        return [norm for norm in each if norm is not None] + list(of_heads.each if of_heads is not None else ())
+        of_heads_each = () if of_heads is None else of_heads.each
+        return [*(norm for norm in each if norm is not None), *self.mlp.norms, *of_heads_each]
 
     def _end(self, x: torch.Tensor, norm: RmsNorm | None, lora: LoraMaps | None) -> torch.Tensor:
         if norm is not None:

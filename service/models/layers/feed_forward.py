@@ -1,4 +1,7 @@
-"""Feed-forwards, which work on each token by itself, in the layers of a `ModelSpec`."""
+"""Feed-forwards, which work on each token by itself, in the layers of a `ModelSpec`.
+
+x [tokens, hidden_size] is the norm of the residual stream, and `stream` that itself; both are read only.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,12 @@ from kernels.expert_lora import ops as expert_lora_ops
 from kernels.experts import ops as expert_ops
 from kernels.experts.ops import ExpertAdapters, experts, route
 from kernels.lora.maps import LoraMaps, LoraStack
+from kernels.rms_norm.ops import rms_norm
 from kernels.swiglu import ops as swiglu_ops
+from service.models.layers.mixers import RmsNorm
 from service.models.layers.projection import Projection, RowSource
 from service.models.layers.weights import Weights
-from service.models.spec.model_spec import MlpSpec, ModelSpec, MoeSpec
+from service.models.spec.model_spec import MlpSpec, ModelSpec, MoeSpec, StreamSpec
 
 
 class GatedMlp:
@@ -40,9 +45,31 @@ class GatedMlp:
         stack = self._gate_up.stack
         return stack if stack is not None and self._activation == "silu" and len(stack.b) == 2 else None
 
-    def __call__(self, x: torch.Tensor, lora: LoraMaps | None, window_rows: int) -> torch.Tensor:
+    @property
+    def norms(self) -> tuple[RmsNorm, ...]:
+        """Norms of hidden states inside."""
+        return ()
+
+    def __call__(self, x: torch.Tensor, stream: torch.Tensor, lora: LoraMaps | None, window_rows: int) -> torch.Tensor:
+        del stream
         gated = self._gate_up.swiglu(x, lora, window_rows, self._activation)
         return self._down(gated, lora, window_rows)
+
+
+class _StreamInputs:
+    """Norms and scales of `StreamSpec`."""
+
+    def __init__(self, weights: Weights, prefix: str, stream: StreamSpec, spec: ModelSpec) -> None:
+        names = (stream.norm, stream.end_norm, stream.shared_end_norm)
+        self.norm, self.end_norm, self.shared_end_norm = (RmsNorm(weights, prefix + name, spec) for name in names)
+        self.norms = (self.norm, self.end_norm, self.shared_end_norm)
+        self.expert_scales = weights.exact(prefix + stream.expert_scales)
+        self._router_weight = weights.exact(prefix + stream.router_scale).mul_(spec.hidden_size**-0.5)
+        self._eps = spec.norm_eps
+
+    def of_router(self, stream: torch.Tensor) -> torch.Tensor:
+        """The router's input, fresh [tokens, hidden_size]."""
+        return rms_norm(stream, self._router_weight, self._eps)
 
 
 class MixtureOfExperts:
@@ -51,21 +78,26 @@ class MixtureOfExperts:
 
     def __init__(self, weights: Weights, prefix: str, moe: MoeSpec, spec: ModelSpec) -> None:
         """prefix  before the names of the layer's modules, "model.layers.3." for example"""
-        name = prefix + moe.name
         self._router: Projection | torch.Tensor  # with a correction float32 [num_experts, hidden_size]
         self._correction: torch.Tensor | None = None
         if moe.correction is None:
-            self._router = weights.projection(f"{name}.{moe.router}")
+            self._router = weights.projection(prefix + moe.router)
         else:
-            self._router = weights.exact(f"{name}.{moe.router}.weight")
-            self._correction = weights.exact(f"{name}.{moe.correction}")
-        self._experts = weights.experts(f"{name}.{moe.experts}", moe, spec.hidden_size)
+            self._router = weights.exact(f"{prefix}{moe.router}.weight")
+            self._correction = weights.exact(prefix + moe.correction)
+        self._experts = weights.experts(prefix + moe.experts, moe, spec.hidden_size)
         self._stacks: tuple[LoraStack, LoraStack] | None = None
         self._expert_names = [prefix + linear.name for linear in moe.expert_linears(spec.hidden_size)]
         self._shared = None if moe.shared is None else GatedMlp(weights, prefix + moe.shared.name, moe.shared)
-        has_gate = moe.shared is not None and moe.shared_gate is not None
-        self._shared_gate = weights.projection(f"{name}.{moe.shared_gate}") if has_gate else None
+        gate = None if moe.shared is None else moe.shared_gate
+        self._shared_gate = None if gate is None else weights.projection(prefix + gate)
         self._spec = moe
+        self._stream = None if moe.stream is None else _StreamInputs(weights, prefix, moe.stream, spec)
+
+    @property
+    def norms(self) -> tuple[RmsNorm, ...]:
+        """Norms of hidden states inside."""
+        return () if self._stream is None else self._stream.norms
 
     def bind_rows(self, rows: RowSource) -> None:
         """Bind the LoRA rows of the experts."""
@@ -93,29 +125,42 @@ class MixtureOfExperts:
         """LoRA rows that may be expanded in the kernel that computes the gate: see `Projection.swiglu`."""
         return None if self._shared is None else self._shared.fused_stack
 
-    def __call__(self, x: torch.Tensor, lora: LoraMaps | None, window_rows: int) -> torch.Tensor:
-        if isinstance(self._router, torch.Tensor):
-            logits = functional.linear(x.float(), self._router)
+    def __call__(self, x: torch.Tensor, stream: torch.Tensor, lora: LoraMaps | None, window_rows: int) -> torch.Tensor:
+        if self._stream is None:
+            out = self._routed(x, x, lora, window_rows)
         else:
-            logits = self._router(x, lora, window_rows)
+            of_router, of_experts = self._stream.of_router(stream), self._stream.norm(stream, lora)
+            out = self._stream.end_norm(self._routed(of_router, of_experts, lora, window_rows), lora)
+        if self._shared is None:
+            return out
+        shared = self._shared(x, stream, lora, window_rows)
+        if self._stream is not None:
+            shared = self._stream.shared_end_norm(shared, lora)
+        if self._shared_gate is not None:
+            shared = torch.sigmoid(self._shared_gate(x, lora, window_rows)) * shared
+        return out + shared
+
+    def _routed(
+        self, of_router: torch.Tensor, x: torch.Tensor, lora: LoraMaps | None, window_rows: int
+    ) -> torch.Tensor:
+        """The weighted sum of each token's experts of x; of_router decides on these."""
+        if isinstance(self._router, torch.Tensor):
+            logits = functional.linear(of_router.float(), self._router)
+        else:
+            logits = self._router(of_router, lora, window_rows)
         chosen, weights = route(
             logits,
             self._spec.num_chosen,
             normalises=self._spec.normalises,
             correction=self._correction,
             scale=self._spec.scale,
+            expert_scales=None if self._stream is None else self._stream.expert_scales,
         )
         adapters = None
         if lora is not None and lora.has_experts:
             assert self._stacks is not None, "experts have no rows, but adapters of the step have"
             adapters = ExpertAdapters(*self._stacks, lora)
-        out = experts(x, chosen, weights.to(x.dtype), self._experts, adapters)
-        if self._shared is None:
-            return out
-        if self._shared_gate is None:
-            return out + self._shared(x, lora, window_rows)
-        gate = torch.sigmoid(self._shared_gate(x, lora, window_rows))
-        return out + gate * self._shared(x, lora, window_rows)
+        return experts(x, chosen, weights.to(x.dtype), self._experts, adapters)
 
 
 FeedForwardLayer = GatedMlp | MixtureOfExperts

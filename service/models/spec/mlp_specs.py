@@ -31,6 +31,11 @@ class MlpSpec:
     activation: Activation = "silu"
 
     @property
+    def norms(self) -> tuple[str, ...]:
+        """Norms of hidden states inside: there are none."""
+        return ()
+
+    @property
     def routers(self) -> tuple[str, ...]:
         """Routers of experts: there are none."""
         return ()
@@ -56,6 +61,24 @@ class MlpSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StreamSpec:
+    """How experts read the residual stream itself, beside an expert of all tokens that reads the layer's norm of it.
+
+    norm, end_norm   norms of the experts' input and of their sum
+    shared_end_norm  norm of the output of the expert of all tokens
+    router_scale     tensor [hidden_size], factors of the router's input, which is normed and divided by the square root
+                     of its width
+    expert_scales    tensor [num_experts], factors of the weights of a token's experts
+    """
+
+    norm: str
+    end_norm: str
+    shared_end_norm: str
+    router_scale: str
+    expert_scales: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MoeSpec:
     """A mixture of experts: each token has the weighted sum of those few of them that its router chose, and perhaps
     the output of an expert of all tokens, times the sigmoid of a gate if it has one.
@@ -64,6 +87,7 @@ class MoeSpec:
     size         width of each expert
     normalises   the weights of a token's experts add up to 1, before `scale`
     scale        of the weights
+    router_inner  module of the router that some trainers have in the place of the router itself
     correction   tensor [num_experts] that is added to the router's probabilities for the choice alone; they are the
                  sigmoids of logits that are computed in float32. None: a softmax of logits in the model's dtype
     bias         of the router
@@ -72,6 +96,7 @@ class MoeSpec:
                  and of up by turns, and one for down, [num_experts, size, hidden_size], and have biases
     shared       the expert of all tokens; None: there is none
     shared_gate  its gate's module; None: it has no gate
+    stream       None: all experts and the router read the same
     """
 
     num_experts: int
@@ -79,31 +104,32 @@ class MoeSpec:
     size: int
     normalises: bool
     scale: float = 1.0
+    router_inner: str | None = None
     correction: str | None = None
     bias: bool = False
     activation: Activation = "silu"
     interleaved: bool = False
     shared: MlpSpec | None = None
-    name: str = "mlp"
-    router: str = "gate"
-    experts: str = "experts"
-    shared_gate: str | None = "shared_expert_gate"
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts"
+    shared_gate: str | None = "mlp.shared_expert_gate"
+    stream: StreamSpec | None = None
 
     @property
-    def modules(self) -> tuple[str, str]:
-        """The experts', and their router's."""
-        return f"{self.name}.{self.experts}", f"{self.name}.{self.router}"
+    def norms(self) -> tuple[str, ...]:
+        """Norms of hidden states inside."""
+        stream = self.stream
+        return () if stream is None else (stream.norm, stream.end_norm, stream.shared_end_norm)
 
     @property
     def routers(self) -> tuple[str, ...]:
         """The router of the experts, if adapters bind to it."""
-        return (f"{self.name}.{self.router}",) if self.correction is None else ()
+        return (self.router,) if self.correction is None else ()
 
     @property
     def packed_tensors(self) -> tuple[str, str]:
         """Tensors of all experts: of gate and up, and of down."""
-        experts = f"{self.name}.{self.experts}"
-        return f"{experts}.gate_up_proj", f"{experts}.down_proj"
+        return f"{self.experts}.gate_up_proj", f"{self.experts}.down_proj"
 
     def packed_shapes(self, hidden_size: int) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
         """Shapes of `packed_tensors`, where they are not interleaved."""
@@ -111,33 +137,36 @@ class MoeSpec:
 
     def linears(self, hidden_size: int) -> tuple[Linear, ...]:
         """The router, but an exact one; those of the expert of all tokens, and its gate if it has one."""
-        router = f"{self.name}.{self.router}"
+        outputs = {self.router: self.num_experts}
+        splits = {} if self.router_inner is None else {self.router: {self.router_inner: self.num_experts}}
         linears: tuple[Linear, ...] = ()
         if self.correction is None:
-            linears = (Linear(router, "mlp", hidden_size, {router: self.num_experts}, self.bias),)
+            linears = (Linear(self.router, "mlp", hidden_size, outputs, self.bias, splits),)
         if self.shared is None:
             return linears
         if self.shared_gate is None:
             return (*linears, *self.shared.linears(hidden_size))
-        gate = f"{self.name}.{self.shared_gate}"
-        return (*linears, *self.shared.linears(hidden_size), Linear(gate, "mlp", hidden_size, {gate: 1}))
+        gate = Linear(self.shared_gate, "mlp", hidden_size, {self.shared_gate: 1})
+        return (*linears, *self.shared.linears(hidden_size), gate)
 
     def expert_linears(self, hidden_size: int) -> tuple[Linear, Linear]:
         """Gate and up of all experts; and down."""
-        experts = self.modules[0]
-        gate_up, down = {f"{experts}.gate_proj": self.size, f"{experts}.up_proj": self.size}, f"{experts}.down_proj"
+        both, down = self.packed_tensors
+        gate_up = {f"{self.experts}.gate_proj": self.size, f"{self.experts}.up_proj": self.size}
         return (
-            Linear(f"{experts}.gate_up_proj", "experts", hidden_size, gate_up),
+            Linear(both, "experts", hidden_size, gate_up),
             Linear(down, "experts", self.size, {down: hidden_size}),
         )
 
     def tensors(self, hidden_size: int, *, is_packed: bool) -> Shapes:
-        """Tensors of checkpoints beside the projections: an exact router's weight and correction, and the experts in
-        `packed_tensors`, or else one by one."""
+        """Tensors of checkpoints beside the projections: an exact router's weight and correction, scales of experts,
+        and the experts in `packed_tensors`, or else one by one."""
         router: Shapes = {}
+        if self.stream is not None:
+            router |= {self.stream.router_scale: (hidden_size,), self.stream.expert_scales: (self.num_experts,)}
         if self.correction is not None:
-            router[f"{self.name}.{self.router}.weight"] = (self.num_experts, hidden_size)
-            router[f"{self.name}.{self.correction}"] = (self.num_experts,)
+            router[f"{self.router}.weight"] = (self.num_experts, hidden_size)
+            router[self.correction] = (self.num_experts,)
         if self.interleaved:
             biases = (f"{name}_bias" for name in self.packed_tensors)
             router |= {name: shape[:2] for name, shape in zip(biases, self.packed_shapes(hidden_size), strict=True)}
@@ -147,7 +176,7 @@ class MoeSpec:
             return router | dict(zip(self.packed_tensors, self.packed_shapes(hidden_size), strict=True))
         into, out = (self.size, hidden_size), (hidden_size, self.size)
         return router | {
-            f"{self.name}.{self.experts}.{expert}.{part}.weight": shape
+            f"{self.experts}.{expert}.{part}.weight": shape
             for expert in range(self.num_experts)
             for part, shape in (("gate_proj", into), ("up_proj", into), ("down_proj", out))
         }

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from service.models.spec.layer_parts import Linear, Shapes
 from service.models.spec.mixer_specs import AttentionSpec, GatedDeltaSpec, Mamba2Spec, Mixer, ShortConvSpec
-from service.models.spec.mlp_specs import FeedForward, MlpSpec, MoeSpec
+from service.models.spec.mlp_specs import FeedForward, MlpSpec, MoeSpec, StreamSpec
 from service.models.spec.rope_facts import RopeFacts
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "ModelSpec",
     "MoeSpec",
     "ShortConvSpec",
+    "StreamSpec",
 ]
 
 
@@ -85,7 +86,7 @@ class LayerSpec:
         """Modules of the norms of the hidden states."""
         of_inputs = None if self.inputs is None else self.inputs_norm
         each = (self.mixer_norm, self.mixer_end_norm, self.mlp_norm, self.mlp_end_norm, of_inputs)
-        return tuple(norm for norm in each if norm is not None)
+        return (*(norm for norm in each if norm is not None), *self.mlp.norms)
 
     def linears(self, hidden_size: int) -> tuple[Linear, ...]:
         """All products that adapters bind to, in the order of the forward pass; names are relative to the layer."""

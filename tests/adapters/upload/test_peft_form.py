@@ -21,7 +21,7 @@ from tests.adapters.peft.test_peft_adapters import KINDS, LINEAR
 from tests.models.test_experts import PARAMETERS
 from tests.parity.test_kinds import kinds_of
 from tests.support.models.split_projections import load_packed, load_split
-from tests.support.models.tiny_models import LINEAR_MODULES, load_oracle, make_adapter, make_tiny_model
+from tests.support.models.tiny_models import LINEAR_MODULES, WITH_EXPERTS, load_oracle, make_adapter, make_tiny_model
 from tests.tolerances import LOGITS
 
 TENSORS = "adapter_model.safetensors"
@@ -128,7 +128,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", *WITH_EXPERTS])
 @pytest.mark.parametrize("kind", EXPERTS)
 def test_experts_come_out_as_parameters(family: str, kind: str, tmp_path: Path) -> None:
     base = make_tiny_model(family, tmp_path / "base")

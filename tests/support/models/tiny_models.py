@@ -21,6 +21,8 @@ FAMILIES = (
     *("olmo3", "qwen3_5_text", "qwen3_moe", "qwen3_5_moe_text", "glm", "glm4", "glm4_moe", "ministral3"),
     *("granitemoehybrid", "gpt_oss", "gemma4_text", "bamba"),
 )
+# Models of these families with experts beside their dense feed-forwards.
+WITH_EXPERTS = ("granitemoehybrid-experts", "gemma4_text-experts")
 VOCAB_SIZE = 304
 SPECIAL_TOKENS = ("<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -241,23 +243,47 @@ _BY_FAMILY: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
+_BY_FAMILY["granitemoehybrid-experts"] = {
+    **_BY_FAMILY["granitemoehybrid"],
+    "intermediate_size": 24,
+    "num_local_experts": 7,
+    "num_experts_per_tok": 3,
+}
+_BY_FAMILY["gemma4_text-experts"] = {
+    **_BY_FAMILY["gemma4_text"],
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 0,
+    "use_double_wide_mlp": False,
+    "hidden_size_per_layer_input": 0,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "enable_moe_block": True,
+    "num_experts": 7,
+    "top_k_experts": 3,
+    "moe_intermediate_size": 24,
+}
+_ALL = (*FAMILIES, *WITH_EXPERTS)
 # Linear modules of a layer, by what they are.
-ATTENTION_INPUTS = {family: ["q_proj", "k_proj", "v_proj"] for family in FAMILIES} | {"phi3": ["qkv_proj"]}
-ATTENTION_OUTPUT = dict.fromkeys(FAMILIES, "o_proj") | {"lfm2": "out_proj"}
-OTHER_MIXERS = dict.fromkeys(FAMILIES, ()) | {
+ATTENTION_INPUTS = {family: ["q_proj", "k_proj", "v_proj"] for family in _ALL} | {
+    "phi3": ["qkv_proj"],
+    "gemma4_text-experts": ["q_proj", "k_proj"],  # in layers that look at everything the keys are the values
+}
+ATTENTION_OUTPUT = dict.fromkeys(_ALL, "o_proj") | {"lfm2": "out_proj"}
+OTHER_MIXERS = dict.fromkeys(_ALL, ()) | {
     "lfm2": ("in_proj",),
-    "bamba": ("in_proj", "out_proj"),
-    "granitemoehybrid": ("in_proj", "out_proj"),
+    **dict.fromkeys(("bamba", "granitemoehybrid", "granitemoehybrid-experts"), ("in_proj", "out_proj")),
     **dict.fromkeys(
         ("qwen3_5_text", "qwen3_5_moe_text"), ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj")
     ),
 }
-MLP_MODULES = {family: ["gate_proj", "up_proj", "down_proj"] for family in FAMILIES} | {
+MLP_MODULES = {family: ["gate_proj", "up_proj", "down_proj"] for family in _ALL} | {
     "phi3": ["gate_up_proj", "down_proj"],
     "lfm2": ["w1", "w2", "w3"],
     "glm": ["gate_up_proj", "down_proj"],
     "glm4": ["gate_up_proj", "down_proj"],
-    "granitemoehybrid": ["input_linear", "output_linear"],
+    **{family: ["input_linear", "output_linear"] for family in ("granitemoehybrid", "granitemoehybrid-experts")},
+    "gemma4_text-experts": ["gate_proj", "up_proj", "down_proj", "router.proj"],
     "gpt_oss": [],
     "gemma4_text": ["gate_proj", "up_proj", "down_proj", "per_layer_input_gate", "per_layer_projection"],
     "glm4_moe": [],  # as qwen3_moe
@@ -266,7 +292,7 @@ MLP_MODULES = {family: ["gate_proj", "up_proj", "down_proj"] for family in FAMIL
 }
 LINEAR_MODULES = {
     family: [*ATTENTION_INPUTS[family], ATTENTION_OUTPUT[family], *OTHER_MIXERS[family], *MLP_MODULES[family]]
-    for family in FAMILIES
+    for family in _ALL
 }
 
 
@@ -277,7 +303,10 @@ def tiny_fields(family: str) -> dict[str, Any]:
 
 def tiny_config(family: str, **overrides: Any) -> transformers.PretrainedConfig:
     """The configuration that `make_tiny_model` uses; overrides are fields of config.json."""
-    return transformers.AutoConfig.for_model(family, **{**tiny_fields(family), **overrides})
+    return transformers.AutoConfig.for_model(family.partition("-")[0], **{**tiny_fields(family), **overrides})
+
+
+_ROUTERS = ("mlp.gate.weight", "mlp.router.weight", "block_sparse_moe.router.weight", "router.proj.weight")
 
 
 def shake_vectors(model: torch.nn.Module) -> None:
@@ -290,9 +319,7 @@ def shake_vectors(model: torch.nn.Module) -> None:
                 parameter.copy_(torch.randn_like(parameter) * 0.3)
             if name.endswith("experts.gate_up_proj") and "gpt_oss" in str(type(model)):
                 parameter.mul_(8)  # some gates and ups are clamped
-            if name.endswith(
-                ("mlp.gate.weight", "mlp.router.weight")
-            ):  # the last expert of a token counts little: rounding may change it
+            if name.endswith(_ROUTERS):  # the last expert of a token counts little: rounding may change it
                 parameter.mul_(4)
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):
