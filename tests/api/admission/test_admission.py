@@ -200,14 +200,15 @@ class OneAdapter:
     """A store whose adapters all have a template of their own; counts the leases that are out."""
 
     def __init__(self) -> None:
-        self.num_out = 0
+        self.num_out, self.row_plan = 0, None
 
     def find(self, name: str) -> NameRecord:
         return NameRecord((Version(1, name, 0.0),))
 
     def lease(self, name: str) -> Any:
         self.num_out += 1
-        manifest = SimpleNamespace(labels=(), digest=name, has_chat_template=True, special_tokens={}, eos_token_ids=())
+        none: dict[str, Any] = dict.fromkeys(("labels", "modules", "invocation", "eos_token_ids"), ())
+        manifest = SimpleNamespace(**none, digest=name, has_chat_template=True, special_tokens={}, rows={})
         record = SimpleNamespace(name=name, digest=name, manifest=manifest)
         return SimpleNamespace(record=record, release=self._release)
 
@@ -254,6 +255,18 @@ def full(template: Template) -> Iterator[Services]:
         sampling_defaults=NEUTRAL,
     )
     workers.close()
+
+
+def test_a_sum_keeps_the_files_of_all_its_adapters_until_it_is_released(full: Services) -> None:
+    """Of one that is named twice, and of one that adds nothing, too."""
+    parts = [{"name": name, "weight": weight} for name, weight in (("a", 0.5), ("b", 2), ("a", 0.25), ("c", 0))]
+    request = CompletionRequest.model_validate({"prompt": "hi", "max_tokens": 1, "adapters": parts})
+    admitted = asyncio.run(admit(full, CALLER, request))
+    assert [(part.shown_name, part.weight) for part in admitted.target.parts] == [("a", 0.75), ("b", 2.0)]
+    store: Any = full.store
+    assert store.num_out == 4
+    admitted.release()
+    assert store.num_out == 0
 
 
 def a_chat(model: str, **fields: Any) -> ChatRequest:
