@@ -33,7 +33,7 @@ from tests.support.models.quantised_models import (
     make_quantised,
     make_quantised_online,
 )
-from tests.support.models.tiny_models import DEQUANTISED, LINEAR_MODULES
+from tests.support.models.tiny_models import DEQUANTISED, LINEAR_MODULES, WITH_EXPERTS, make_tiny_model
 
 FIXTURE = Path(__file__).with_name("quantised_fixture.safetensors")
 Q_PROJ = "model.layers.1.self_attn.q_proj"
@@ -66,14 +66,25 @@ def test_dequantised_weights_are_the_formats_own(case: str, tmp_path: Path) -> N
     assert_parity(model_dir, "cpu")
 
 
-ONLINE_CASES = [f"{family}-{kind}" for family in ("llama", *OTHERS) for kind in ONLINE]
+MIXTURES = ("gpt_oss", *WITH_EXPERTS)  # beside qwen3_moe, whose experts are stored one by one
+ONLINE_CASES = [f"{family}-{kind}" for family in ("llama", *OTHERS, *MIXTURES) for kind in ONLINE]
 
 
 @pytest.mark.parametrize("case", marked(ONLINE_CASES, {case for case in ONLINE_CASES if not case.startswith("llama-")}))
 def test_weights_quantised_while_they_load(case: str, tmp_path: Path) -> None:
     """As transformers computes with the weights that codes stand for; of the same directory, so the same adapters."""
-    family, _, kind = case.partition("-")
+    family, _, kind = case.rpartition("-")
     assert_parity(make_quantised_online(kind, family, tmp_path), "cpu", family=case, weights=kind)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", *MIXTURES])
+def test_experts_are_quantised_while_they_load(family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model_dir = make_tiny_model(family, tmp_path)
+    with caplog.at_level("INFO"):
+        wide, narrow = (load_model(model_dir, weights=kind) for kind in ("auto", "int8"))
+    experts = sum(moe.num_experts * moe.size * 3 * wide.spec.hidden_size for moe in wide.spec.moes)
+    assert wide.num_weight_bytes - narrow.num_weight_bytes > 2.5 * experts
+    assert f"quantised weights: {len(wide.spec.moes)} in their codes" in caplog.text
 
 
 def test_a_quantised_checkpoint_may_be_held_in_floats(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -107,18 +108,25 @@ class Weights:
         if moe.interleaved:
             return self._interleaved_experts(name, moe)
         is_apart = not all(f"{name}.{part}" in self._shapes for part in shapes)
-        first = self._expert(name, 0) if is_apart else []
-        codes = self._expert_codes(name, moe, first)
+        together = [] if is_apart else [self._stored(f"{name}.{part}") for part in shapes]
+        first: Sequence[torch.Tensor | Quantised] = self._expert(name, 0) if is_apart else [one[0] for one in together]
+
+        def each() -> Iterator[Sequence[torch.Tensor | Quantised]]:
+            yield first
+            for expert in range(1, moe.num_experts):
+                yield self._expert(name, expert) if is_apart else [one[expert] for one in together]
+
+        codes = self._expert_codes(each())
         if codes is not None:
             return self._hold_experts(expert_ops.pack_quantised(*codes, self.dtype, activation=moe.activation), True)
         if is_apart:
             gate_up, down = (torch.empty(s, dtype=self.dtype, device=self.device) for s in shapes.values())
-            for expert in range(moe.num_experts):
+            for expert, weights in enumerate(each()):
                 places = (*gate_up[expert].chunk(2), down[expert])
-                for weight, place in zip(self._expert(name, expert) if expert else first, places, strict=True):
+                for weight, place in zip(weights, places, strict=True):
                     place.copy_(dequantise(weight, self.dtype) if isinstance(weight, Quantised) else weight)
         else:
-            gate_up, down = (self._join([self._stored(f"{name}.{part}")]).contiguous() for part in shapes)
+            gate_up, down = (self._join([whole]).contiguous() for whole in together)
         return self._hold_experts(expert_ops.pack_experts(gate_up, down, activation=moe.activation), False)
 
     def _expert(self, name: str, expert: int) -> list[torch.Tensor | Quantised]:
@@ -127,23 +135,20 @@ class Weights:
         return [self._checkpoint.weight(module, self._shapes[module]) for module in modules]
 
     def _expert_codes(
-        self, name: str, moe: MoeSpec, first: list[torch.Tensor | Quantised]
+        self, each: Iterable[Sequence[torch.Tensor | Quantised]]
     ) -> tuple[list[Quantised], list[Quantised]] | None:
-        """Gate and up, and down of each expert that is stored by itself; None unless all are quantised alike.
+        """Gate and up, and down of each expert; None unless all are stored or wanted in codes of one form.
 
-        first  the weights of expert 0; none where experts are stored together
+        each  the weights of an expert, whose last one is down
         """
-        if self._kind == "bf16" or not first:
-            return None
         gate_up, down = [], []
-        for expert in range(moe.num_experts):
-            weights = self._expert(name, expert) if expert else first
-            codes = [weight for weight in weights if isinstance(weight, Quantised)]
-            both = joined(codes[:2])
+        for weights in each:
+            codes = [code for code in map(self._wanted, weights) if isinstance(code, Quantised)]
+            both = joined(codes[:-1])
             if len(codes) < len(weights) or both is None:
                 return None
             gate_up.append(both.to(self.device))
-            down.append(codes[2].to(self.device, copy=True))
+            down.append(codes[-1].to(self.device, copy=True))
         return gate_up, down
 
     def _interleaved_experts(self, name: str, moe: MoeSpec) -> PackedExperts:
@@ -165,7 +170,11 @@ class Weights:
         held = zip(names, (gate_up, down), strict=True)
         floats = (self._stored(one) if isinstance(weight, Quantised) else weight for one, weight in held)
         into, back = (self._join([weight]).transpose(1, 2) for weight in floats)
-        return self._hold_experts(expert_ops.pack_experts(parted(into), back.contiguous(), **of_both), False)
+        into = parted(into)
+        wanted = self._expert_codes(zip(into, back, strict=True))
+        if wanted is not None:
+            return self._hold_experts(expert_ops.pack_quantised(*wanted, self.dtype, **of_both), True)
+        return self._hold_experts(expert_ops.pack_experts(into, back.contiguous(), **of_both), False)
 
     def _hold_experts(self, packed: PackedExperts, is_quantised: bool) -> PackedExperts:
         self.num_bytes += packed.nbytes
@@ -197,10 +206,14 @@ class Weights:
     def _weight(self, name: str, *, in_layer: bool) -> torch.Tensor | Quantised:
         """A weight of a projection, quantised if it is stored or wanted so."""
         weight = self._checkpoint.weight(name, self._shapes[name])
+        stays = not in_layer or name in self._routers or self._shapes[name][0] == 1
+        return weight if stays and not isinstance(weight, Quantised) else self._wanted(weight)
+
+    def _wanted(self, weight: torch.Tensor | Quantised) -> torch.Tensor | Quantised:
+        """The weight in the codes that are wanted, or in none."""
         if isinstance(weight, Quantised):
             return dequantise(weight, self.dtype) if self._kind == "bf16" else weight
-        stays = not in_layer or name in self._routers or weight.shape[0] == 1 or weight.shape[1] % 2
-        if self._kind == "auto" or self._kind == "bf16" or stays:
+        if self._kind == "auto" or self._kind == "bf16" or weight.shape[1] % 2:
             return weight
         return quantise(weight.to(self.device), self._kind)
 

@@ -313,12 +313,22 @@ def make_quantised_online(
     tensors = load_file(file)
     for name, tensor in tensors.items():
         module, _, suffix = name.rpartition(".")
-        is_linear = ".layers." in name and suffix == "weight" and tensor.dim() == 2
-        stays = module.endswith((".gate", "shared_expert_gate")) or ".experts." in module
-        if is_linear and not stays:
+        stays = module.endswith((".gate", "shared_expert_gate", ".router", "router.layer", "router.proj"))
+        if ".layers." in name and suffix == "weight" and tensor.dim() == 2 and not stays:
             tensors[name] = ONLINE[kind](tensor.float())[1].to(dtype)
+        elif tensor.dim() == 3 and "conv" not in name:  # of all experts
+            step = 0 if family != "gpt_oss" else 2 if suffix == "gate_up_proj" else 1
+            tensors[name] = torch.stack([_expert_online(kind, one.float(), step) for one in tensor]).to(dtype)
     save_file(tensors, file, {"format": "pt"})
     return directory
+
+
+def _expert_online(kind: str, weight: torch.Tensor, step: int) -> torch.Tensor:
+    """An expert's weight as it becomes: [out, in] with a step of 0, else transposed, its outputs `step` apart."""
+    if step == 0:
+        return ONLINE[kind](weight)[1]
+    order = torch.cat([torch.arange(first, weight.shape[1], step) for first in range(step)])
+    return ONLINE[kind](weight.t()[order].contiguous())[1][order.argsort()].t()
 
 
 def is_quantised(module: str, weight: torch.Tensor) -> bool:
