@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, SecretStr
-from pydantic_settings import NoDecode
+from pydantic_settings import BaseSettings, EnvSettingsSource, NoDecode
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/,\s]+")
 _ENDPOINT = re.compile(r"[!\"$->@-~]+")  # without a query or a fragment
@@ -100,3 +100,24 @@ Origins = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split), AfterVal
 Addresses = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split), AfterValidator(_are_addresses)]
 TokenPair = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split), AfterValidator(_are_two)]
 OpenPaths = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split), AfterValidator(_may_be_open)]
+
+
+class KeyVariables(EnvSettingsSource):
+    """The variables of API keys, the empty ones too: those must not pass for unset."""
+
+    def __init__(self, settings: type[BaseSettings]) -> None:
+        super().__init__(settings, env_ignore_empty=False)
+
+    def __call__(self) -> dict[str, Any]:
+        """The values by the fields' names."""
+        return {name: value for name, value in super().__call__().items() if name.endswith("api_keys")}
+
+
+def sentence_of(fault: Any) -> str:
+    """A wrong setting's fault, as pydantic has it, by the setting's flag and variable."""
+    message = str(fault["msg"]).removeprefix("Value error, ")
+    if not fault["loc"]:
+        return f"Settings: {message}."
+    name = str(fault["loc"][0])
+    flag = name.lower().removeprefix("multilora_").replace("_", "-")
+    return f"Setting --{flag} (MULTILORA_{flag.replace('-', '_').upper()}): {message}."

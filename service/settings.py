@@ -7,11 +7,23 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ByteSize, Field, ValidationError, model_validator
-from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
 
 from service.engine.ipc.config import MIB, EngineOptions
 from service.machine import usual_connections, usual_queue
-from service.setting_types import Addresses, Count, Endpoint, Keys, OpenPaths, Origins, RootPath, Size, TokenPair
+from service.setting_types import (
+    Addresses,
+    Count,
+    Endpoint,
+    Keys,
+    KeyVariables,
+    OpenPaths,
+    Origins,
+    RootPath,
+    Size,
+    TokenPair,
+    sentence_of,
+)
 
 BUNDLED_MODEL_DIR = Path(__file__).resolve().parent / "bundled" / "base"
 BUNDLED_ADAPTERS_DIR = BUNDLED_MODEL_DIR.parent / "adapters"
@@ -22,17 +34,6 @@ _ENGINE_NAMES = {"adapter_row_bytes": "row_bytes", "adapter_side_bytes": "side_b
 
 class SettingsError(ValueError):
     """A setting is wrong; the message names it and says what to write."""
-
-
-class _KeyVariables(EnvSettingsSource):
-    """The variables of API keys, the empty ones too: those must not pass for unset, see `setting_types`."""
-
-    def __init__(self, settings: type[BaseSettings]) -> None:
-        super().__init__(settings, env_ignore_empty=False)
-
-    def __call__(self) -> dict[str, Any]:
-        """The values by the fields' names."""
-        return {name: value for name, value in super().__call__().items() if name.endswith("api_keys")}
 
 
 class Settings(BaseSettings):
@@ -347,7 +348,7 @@ class Settings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Sources of settings in order: the given values, then the environment."""
-        return init_settings, env_settings, _KeyVariables(settings_cls)
+        return init_settings, env_settings, KeyVariables(settings_cls)
 
     @model_validator(mode="after")
     def _check_together(self) -> Settings:
@@ -419,13 +420,4 @@ def load_settings(**given: Any) -> Settings:
     try:
         return Settings(**given)
     except ValidationError as error:
-        raise SettingsError("\n".join(_sentence(fault) for fault in error.errors())) from error
-
-
-def _sentence(fault: Any) -> str:
-    message = str(fault["msg"]).removeprefix("Value error, ")
-    if not fault["loc"]:
-        return f"Settings: {message}."
-    name = str(fault["loc"][0])
-    flag = name.lower().removeprefix("multilora_").replace("_", "-")
-    return f"Setting --{flag} (MULTILORA_{flag.replace('-', '_').upper()}): {message}."
+        raise SettingsError("\n".join(sentence_of(fault) for fault in error.errors())) from error

@@ -8,7 +8,7 @@ import zipfile
 from importlib.metadata import version
 from pathlib import Path
 
-from service.version import server_version
+from service import server_version
 
 ROOT = Path(__file__).parents[1]
 
@@ -21,8 +21,7 @@ def test_source_tree_that_nobody_installed(tmp_path: Path) -> None:
     """`service` copied away from its distribution still answers, where the doctor and /version ask."""
     archive = tmp_path / "copy.zip"
     with zipfile.ZipFile(archive, "w") as file:
-        for name in ("__init__.py", "version.py"):
-            file.write(ROOT / "service" / name, f"service/{name}")
-    script = f"import sys; sys.path.insert(0, {str(archive)!r}); import service.version as v; print(v.server_version())"
+        file.write(ROOT / "service" / "__init__.py", "service/__init__.py")
+    script = f"import sys; sys.path.insert(0, {str(archive)!r}); import service as v; print(v.server_version())"
     result = subprocess.run([sys.executable, "-I", "-S", "-c", script], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "not installed"

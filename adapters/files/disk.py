@@ -21,13 +21,16 @@ import msgspec
 
 from adapters.errors import Damaged, NotFound, StoreBusy
 from adapters.files.durable_files import (
+    WriteFault,
     delete,
     refuse_shortage,
     remove,
     replace_file,
+    store_faults_are_ours,
     sync_directory,
     sync_files,
     sync_renamed,
+    write_fault,
     write_synced,
 )
 from adapters.files.manifest import UNREADABLE, Manifest, Summary
@@ -42,7 +45,6 @@ from adapters.files.paths import (
     TEMPLATE_FILE,
     TENSOR_FILE,
 )
-from adapters.files.store_faults import WriteFault, store_faults_are_ours, write_fault
 from adapters.files.tombstones import Tombstones
 
 log = logging.getLogger(__name__)

@@ -52,7 +52,7 @@ class NameRecord(msgspec.Struct, frozen=True, gc=False):
     versions    the versions that are kept, oldest first, at least one
     owner       the tenant that owns the name, "" without tenants
     visibility  the users beside the owner: nobody, the tenants in `shared_with`, or all tenants
-    is_pinned   whether engines keep the current content on the device; see `adapters.store.pins`
+    is_pinned   whether engines keep the current content on the device; see `adapters.store.catalog`
     first       number of the name's first version, kept or not
     is_ephemeral  whether the name, with all its versions, is gone when the server ends; no file has it
     on_new_version  what running requests do when the name moves, if they do not say; None: what the server says

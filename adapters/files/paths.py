@@ -10,7 +10,7 @@ Where several servers share the store (`adapters.store.shared_log`), beside thes
                             staging/<server>/        each server's own
                             changes, change-lock     the log of changes, and the lock held during one
                             members/<server>         signs of life, and what each server's requests hold
-<root>/tenants/<server>     what tenants have taken on each server (`service.tenants.usage`)
+<root>/tenants/<server>     what tenants have taken on each server (`service.tenants.limits`)
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from adapters.memory.slab import AdapterSum, HostAdapter, ranks_of
 from adapters.row_plan import RowPlan
 from kernels.lora.maps import LoraStack
 from kernels.row_scatter import ops as row_scatter_ops
-from kernels.row_scatter.pieces import RowPiece, RowPieces
+from kernels.row_scatter.ops import RowPiece, RowPieces
 
 BUFFER_BYTES = 128 << 20
 _MAX_KEPT = 16  # plans; most adapters of a fleet share one

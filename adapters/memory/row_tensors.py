@@ -16,8 +16,7 @@ from adapters.memory.row_ranges import Range, Swap
 from adapters.memory.slab import AdapterSum, HostAdapter, give_back_pages
 from adapters.row_plan import RowPlan
 from kernels.lora.maps import LoraStack
-from kernels.row_scatter.ops import swap_rows
-from kernels.row_scatter.pieces import RowTensorSet
+from kernels.row_scatter.ops import RowTensorSet, swap_rows
 
 # (name of a projection, number of rows, number of slices) -> memory behind its base weight for the rows of A, see
 # `RowPool`; None: they stand by themselves.

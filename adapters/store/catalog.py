@@ -1,20 +1,91 @@
 """The store's state in memory: each name's versions, the users of each content, and the index for listings. Every
-change follows one on the disk, which `adapters.store.transactions` makes."""
+change follows one on the disk, which `adapters.store.transactions` makes.
+
+A pin keeps an adapter on the device whether it is used or not. It belongs to a name, and follows the name to other
+contents. At most half of the rows of each group may be pinned, so others have room; an adapter that needs more than
+the rest evicts pinned ones for as long as it is served.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
-from adapters.errors import Damaged, NotFound
+import msgspec
+
+from adapters.errors import Conflict, Damaged, NotFound
 from adapters.files import name_versions as rules
 from adapters.files.disk import StoreFiles
 from adapters.files.manifest import AdapterRecord, Manifest
 from adapters.files.name_versions import NameRecord, Version
-from adapters.store.name_index import Index, Query, Row
-from adapters.store.pins import Pinned
-from adapters.store.quota_usage import QuotaUsage
+from adapters.layout import NON_LORA_GROUPS, Group
+from adapters.row_plan import MEANINGS, RowPlan
+from adapters.store.name_index import Index, Query, QuotaUsage, Row
+
+
+class Pinned(msgspec.Struct, frozen=True):
+    """A pinned name, the digest that it stands for, and the rows that this takes."""
+
+    name: str
+    digest: str
+    rows: Mapping[str, int]
+
+
+class Pins(msgspec.Struct, frozen=True):
+    """Digests to be kept on the device, and pinned names for which there are not enough rows."""
+
+    digests: tuple[str, ...] = ()
+    left_out: frozenset[str] = frozenset()
+
+
+def most_rows(plan: RowPlan, group: Group) -> int:
+    """The most rows of the group that may be pinned."""
+    return plan.rows[group] // 2
+
+
+def select(pinned: Iterable[Pinned], plan: RowPlan) -> Pins:
+    """The pins that fit, by name. Some do not where the row budget has shrunk, or a name has moved to a larger
+    adapter."""
+    kept: dict[str, Pinned] = {}
+    left_out = []
+    for one in sorted(pinned, key=lambda one: one.name):
+        if _excess((*kept.values(), one), plan) is None:
+            kept[one.digest] = one
+        else:
+            left_out.append(one.name)
+    return Pins(tuple(kept), frozenset(left_out))
+
+
+def refuse_excess(pinned: Iterable[Pinned], plan: RowPlan) -> None:
+    """Raises Conflict if these together take more rows than may be pinned."""
+    excess = _excess(pinned, plan)
+    if excess is not None:
+        group, num_rows = excess
+        num_there, most = plan.rows[group], most_rows(plan, group)
+        if group in NON_LORA_GROUPS:
+            raise Conflict(
+                f"The device has room for {num_there} adapters with {MEANINGS[group]}, of which {most} may be pinned, "
+                f"and this would be number {num_rows}; unpin others first, or give the server more "
+                "--adapter-side-bytes."
+            )
+        raise Conflict(
+            f"The pinned adapters would take {num_rows} {group} rows of the device's {num_there}, of which {most} may "
+            "be pinned; unpin others first, or give the server more --adapter-row-bytes."
+        )
+
+
+def _excess(pinned: Iterable[Pinned], plan: RowPlan) -> tuple[Group, int] | None:
+    """The first group in which the pins take too many rows, and that number of rows. A content of several names counts
+    once."""
+    contents = {one.digest: one.rows for one in pinned}
+    for group in plan.groups:
+        num_rows = sum(plan.length(group, rows.get(group, 0)) for rows in contents.values())
+        if num_rows > most_rows(plan, group):
+            return group, num_rows
+    return None
+
 
 # A manifest lists every module: thousands of adapters would fill memory with them. The rest is read when asked for.
 MAX_MANIFESTS_KEPT = 256

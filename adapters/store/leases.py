@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from adapters.files.durable_files import store_faults_are_ours
 from adapters.files.manifest import AdapterRecord, Manifest
 from adapters.files.name_versions import Change, Condition, keep, while_ephemeral
-from adapters.files.store_faults import store_faults_are_ours
 from adapters.upload.staging import Staging, UploadPart
 
 if TYPE_CHECKING:

@@ -28,20 +28,17 @@ import msgspec
 from adapters.errors import Damaged, Malformed, NotFound, TooLarge, Unsupported
 from adapters.files import name_versions as rules
 from adapters.files.disk import StoreFiles
-from adapters.files.durable_files import refuse_shortage
+from adapters.files.durable_files import WriteFault, refuse_shortage, store_faults_are_ours
 from adapters.files.manifest import AdapterRecord, Manifest
 from adapters.files.name_versions import Change, Condition, NameRecord, Visibility
-from adapters.files.store_faults import WriteFault, store_faults_are_ours
 from adapters.layout import BaseLayout
 from adapters.row_plan import RowPlan
-from adapters.store import pins as pin_rules
-from adapters.store.catalog import Catalog
-from adapters.store.housekeeping import Housekeeping
+from adapters.store.catalog import Catalog, Pinned, Pins, refuse_excess, select
 from adapters.store.leases import Lease, Upload
 from adapters.store.name_index import Query, Row
 from adapters.store.publishing import Publishing
 from adapters.store.shared_log import SharedLog
-from adapters.store.transactions import Changes
+from adapters.store.transactions import Changes, Housekeeping
 from adapters.text.vocabulary import BaseText
 from adapters.upload.prepare import Intake
 from adapters.upload.staging import Staging, UploadPart
@@ -201,13 +198,13 @@ class AdapterStore:
                 assert self.row_plan is not None, "pinned before the engine has told its rows"
                 rows = self.manifest(record.digest).rows
                 others = (one for one in self._catalog.pinned() if one.name != name)
-                pin_rules.refuse_excess((*others, pin_rules.Pinned(name, record.digest, rows)), self.row_plan)
+                refuse_excess((*others, Pinned(name, record.digest, rows)), self.row_plan)
             self._changes.write(name, msgspec.structs.replace(record, is_pinned=is_pinned))
 
-    def pins(self) -> pin_rules.Pins:
+    def pins(self) -> Pins:
         """Digests that engines keep on the device; none before `row_plan` is set. May read a file for each."""
         self._changes.catch_up()
-        return pin_rules.Pins() if self.row_plan is None else pin_rules.select(self._catalog.pinned(), self.row_plan)
+        return Pins() if self.row_plan is None else select(self._catalog.pinned(), self.row_plan)
 
     def delete(self, name: str, condition: Condition = rules.move) -> str:
         """Remove the name and its versions at once; the files go with the last lease, or now if nobody holds one and no

@@ -8,7 +8,7 @@ from typing import Literal
 
 from adapters.errors import Malformed, Unsupported
 from adapters.files.paths import CONFIG_FILE, MODEL_CONFIG_FILE, TEMPLATE_FILE, TENSOR_FILE
-from adapters.files.shards import INDEX_NAME, SHARD_NAME
+from adapters.files.safetensors_header import INDEX_NAME, SHARD_NAME
 
 Role = Literal[
     "config",

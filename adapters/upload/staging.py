@@ -10,12 +10,10 @@ from types import TracebackType
 from typing import IO, NamedTuple
 
 from adapters.errors import Malformed, TooLarge, Unsupported
-from adapters.files.durable_files import begin_sync
+from adapters.files.durable_files import begin_sync, store_faults_are_ours
 from adapters.files.memory_files import MemoryFiles
 from adapters.files.paths import CONFIG_FILE, TENSOR_FILE
-from adapters.files.safetensors_header import printable
-from adapters.files.shards import join_shards
-from adapters.files.store_faults import store_faults_are_ours
+from adapters.files.safetensors_header import join_shards, printable
 from adapters.peft.bound_tensors import Binding
 from adapters.peft.canonical_file import Scan
 from adapters.peft.config import parse_config

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from adapters.errors import StagingFull, StorageFull, TooLarge
-from adapters.files.store_faults import store_faults_are_ours
+from adapters.files.durable_files import store_faults_are_ours
 from adapters.quota import ClientQuota
 
 # Free disk space is asked for again after this many bytes.

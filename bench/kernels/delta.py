@@ -25,8 +25,7 @@ import torch
 from bench.kernels.timing import FLOOR_BYTES_PER_SECOND, num_sets, time_graph
 from kernels.causal_conv1d.ops import causal_conv1d_update
 from kernels.gated_delta import any_device, triton_cuda
-from kernels.gated_delta.ops import gated_delta_decode
-from kernels.gated_delta.parts import gated_norm, gates_of
+from kernels.gated_delta.ops import gated_delta_decode, gated_norm, gates_of
 
 KEY_HEADS, VALUE_HEADS, SIZE, WIDTH, EPS = 16, 32, 128, 4, 1e-6
 CHANNELS, VALUE_SIZE = (2 * KEY_HEADS + VALUE_HEADS) * SIZE, VALUE_HEADS * SIZE

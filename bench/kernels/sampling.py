@@ -21,8 +21,7 @@ import torch
 
 from kernels.platform import detect, installed
 from kernels.sampling import ops
-from kernels.sampling.maps import SamplingMaps
-from kernels.sampling.parameter_rows import index_of, neutral_row
+from kernels.sampling.maps import SamplingMaps, index_of, neutral_row
 from kernels.sampling.sampling_request import RowSampling, ask, mask_of
 
 NUM_REPEATS = 9

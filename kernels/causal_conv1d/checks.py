@@ -6,8 +6,8 @@ from itertools import pairwise
 
 import torch
 
+from kernels.attention_maps import QueryStarts
 from kernels.causal_conv1d.call import PrefillCall, UpdateCall, row_stride
-from kernels.query_starts import QueryStarts
 
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _ACTIVATIONS = (None, False, True, "silu", "swish")

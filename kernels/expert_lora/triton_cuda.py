@@ -18,8 +18,8 @@ import triton.language as tl
 
 from kernels.contract import Contract
 from kernels.expert_lora.ops import Pairs
+from kernels.lora import MAX_KERNEL_RANK
 from kernels.lora.maps import LoraMaps, LoraStack
-from kernels.lora.max_rank import MAX_KERNEL_RANK
 from kernels.triton_launch import count_compiled
 
 _RANKS = 16  # at a time

@@ -10,8 +10,7 @@ import torch
 
 from kernels.contract import Contract
 from kernels.expert_lora.ops import Pairs
-from kernels.experts.ops import ExpertAdapters, PackedExperts
-from kernels.experts.pairs import by_expert, mlps, summed
+from kernels.experts.ops import ExpertAdapters, PackedExperts, by_expert, mlps, summed
 from kernels.linear.ops import PackedWeight, linear, pack_weight
 from kernels.linear.quantised import Quantised, dequantise
 

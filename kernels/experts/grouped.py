@@ -10,8 +10,7 @@ from torch.nn import functional
 
 from kernels.contract import Contract
 from kernels.expert_lora.ops import Pairs
-from kernels.experts.ops import ExpertAdapters, PackedExperts
-from kernels.experts.pairs import by_expert, mlps, summed
+from kernels.experts.ops import ExpertAdapters, PackedExperts, by_expert, mlps, summed
 from kernels.shapes import ProbeShapes
 from kernels.triton_launch import HOPPER
 

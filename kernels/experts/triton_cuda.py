@@ -20,8 +20,7 @@ import triton
 from kernels.contract import Contract
 from kernels.expert_lora.ops import Pairs
 from kernels.experts import grouped
-from kernels.experts.ops import ExpertAdapters, PackedExperts
-from kernels.experts.pairs import by_expert, mlps, summed
+from kernels.experts.ops import ExpertAdapters, PackedExperts, by_expert, mlps, summed
 from kernels.experts.triton_cuda_kernels import expert_codes_kernel, order_kernel, product_kernel, sum_kernel
 from kernels.linear import triton_cuda as linear_cuda
 from kernels.linear.ops import PackedWeight

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from kernels.causal_conv1d.ops import causal_conv1d_update
 from kernels.contract import Contract
-from kernels.gated_delta.parts import gated_norm, gates_of, heads_of
+from kernels.gated_delta.ops import gated_norm, gates_of, heads_of
 
 CONTRACT = Contract()
 

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from kernels.contract import Contract
-from kernels.gated_delta.parts import gated_norm, gates_of, heads_of
+from kernels.gated_delta.ops import gated_norm, gates_of, heads_of
 
 CONTRACT = Contract()
 

@@ -25,9 +25,9 @@ from torch.nn import functional
 from kernels.ascend_relaunch import Relaunch, current_stream, sizes_of
 from kernels.ascend_runtime import check_launch
 from kernels.contract import Contract
+from kernels.lora import MAX_KERNEL_RANK
 from kernels.lora.ascend.tiles import RANK_PARTS, Regime, choose
 from kernels.lora.maps import LoraMaps, LoraStack
-from kernels.lora.max_rank import MAX_KERNEL_RANK
 from kernels.lora.skip import launch_idle
 from kernels.platform import in_use
 from kernels.triton_launch import Workspace, count_compiled, is_capturing

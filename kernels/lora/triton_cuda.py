@@ -15,7 +15,7 @@ import torch
 import triton
 
 from kernels.contract import Contract
-from kernels.lora import cublas
+from kernels.lora import MAX_KERNEL_RANK, cublas
 from kernels.lora.cuda import one_token
 from kernels.lora.cuda.configs import (
     ExpandConfig,
@@ -28,7 +28,6 @@ from kernels.lora.cuda.configs import (
 from kernels.lora.cuda.expand import lora_expand_kernel
 from kernels.lora.cuda.shrink import lora_embedding_kernel, lora_shrink_kernel
 from kernels.lora.maps import LoraMaps, LoraStack
-from kernels.lora.max_rank import MAX_KERNEL_RANK
 from kernels.lora.skip import launch_idle
 from kernels.platform import detect
 from kernels.triton_launch import Workspace, count_compiled, launch_options, launches_dependently

@@ -19,6 +19,7 @@ captured step can be replayed with any adapters whose rows lie in the window it 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -79,3 +80,41 @@ def _check(product: torch.Tensor, stack: LoraStack, maps: LoraMaps) -> None:
     window_columns = product.shape[1] - stack.output_width
     assert window_columns > 0 and window_columns % len(stack.b) == 0, "product ends with one column per row and slice"
     assert all(b.is_contiguous() for b in stack.b), "rows of B are contiguous"
+
+
+@dataclass(frozen=True, slots=True)
+class WindowLength:
+    """A window of `rows` rows serves steps of min_tokens to max_tokens (padded) tokens.
+
+    Fewer tokens use few adapters, whose rows two kernels of their own read in less time than the product takes for a
+    long window; for more tokens the product is bound by arithmetic, and pays for every row of the window.
+    """
+
+    rows: int
+    min_tokens: int
+    max_tokens: int
+
+
+LENGTHS = (
+    WindowLength(16, 1, 256),
+    WindowLength(64, 1, 256),
+    WindowLength(128, 1, 256),
+    WindowLength(256, 1, 256),
+    WindowLength(512, 4, 256),
+    WindowLength(1024, 8, 256),
+)
+
+
+def window_lengths(total_rows: int) -> tuple[int, ...]:
+    """The lengths, ascending, that steps can need where a group has at most `total_rows` rows."""
+    shorter = sum(length.rows < total_rows for length in LENGTHS)
+    return tuple(length.rows for length in LENGTHS[: shorter + 1]) if total_rows else ()
+
+
+def window_for(end_row: int, num_tokens: int) -> int | None:
+    """The length of the window for a step of `num_tokens` padded tokens whose adapters' rows, in all groups, lie below
+    row `end_row` (`RowPool.rows_end`); None where the step is better off without one."""
+    found = next((length for length in LENGTHS if end_row <= length.rows), None)
+    if found is None or not found.min_tokens <= num_tokens <= found.max_tokens:
+        return None
+    return found.rows

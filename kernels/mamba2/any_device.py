@@ -12,7 +12,7 @@ import torch
 
 from kernels.contract import Contract
 from kernels.gated_delta.any_device import CHUNK, chunked, state_at, write_states
-from kernels.mamba2.parts import heads_of, steps_of
+from kernels.mamba2.ops import heads_of, steps_of
 
 CONTRACT = Contract()
 

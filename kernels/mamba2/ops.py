@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.nn import functional
 
 from kernels.platform import implementation
 
@@ -100,3 +101,24 @@ def _check(
     assert dt.shape == (xbc.shape[0], num_heads) and dt.dtype == xbc.dtype, "dt is [tokens, num_heads], as xbc"
     for weight in (a_log, dt_bias, d):
         assert weight.shape == (num_heads,) and weight.dtype == torch.float32, "a_log, dt_bias, d: float32 [num_heads]"
+
+
+def heads_of(
+    xbc: torch.Tensor, states: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(x [tokens, num_heads, head_dim], B and C [tokens, num_heads, state_size])"""
+    _, num_heads, state_size, head_dim = states.shape
+    size = num_heads * head_dim
+    size_of_groups = (xbc.shape[1] - size) // 2
+    x, b, c = xbc.to(dtype).split((size, size_of_groups, size_of_groups), dim=1)
+    num_shared = num_heads * state_size // size_of_groups
+    b, c = (part.unflatten(1, (-1, state_size)).repeat_interleave(num_shared, dim=1) for part in (b, c))
+    return x.unflatten(1, (num_heads, head_dim)), b, c
+
+
+def steps_of(
+    dt: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(step, the logarithm of the decay), each [tokens, num_heads]; the latter is at most 0."""
+    step = functional.softplus(dt.to(dtype) + dt_bias.to(dtype))
+    return step, -a_log.to(dtype).exp() * step

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from kernels.contract import Contract
-from kernels.mamba2.parts import heads_of, steps_of
+from kernels.mamba2.ops import heads_of, steps_of
 
 CONTRACT = Contract()
 

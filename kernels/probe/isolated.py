@@ -1,19 +1,24 @@
 """Probes in a process apart, so that a kernel that kills its process, never ends or breaks the device costs a fallback.
 
-After such an end the rest is probed by a new process, which passes over the implementation at fault.
+After such an end the rest is probed by a new process, which passes over the implementation at fault. The engine chooses
+at its start: the platform, with each op served by the best implementation that works here.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
+import torch
+
 from kernels.ascend_runtime import cache_in_use
-from kernels.platform import IMPLEMENTATIONS, REGIME_OF_CASE, BackendError, Platform
+from kernels.platform import IMPLEMENTATIONS, REGIME_OF_CASE, BackendError, Platform, in_use, install
 from kernels.probe.op_reports import OpReport, Trial, TrialStatus
 from kernels.probe.probe_process import ProbeProcess
-from kernels.probe.run import report_of
+from kernels.probe.run import REFERENCE, probe, report_of
 from kernels.shapes import ProbeShapes
 
 # A kernel's first call compiles it, which takes up to a minute on an NPU.
@@ -131,3 +136,57 @@ def _spelt(trial: Trial) -> str:
     if not trial.case:
         return trial.implementation
     return f"{trial.implementation}/{REGIME_OF_CASE.get(trial.case, '')}"
+
+
+log = logging.getLogger(__name__)
+
+
+def choose_implementations(
+    device: str, shapes: ProbeShapes, process: ProbeProcess | None = None
+) -> tuple[Platform, tuple[OpReport, ...]]:
+    """Probe the ops of a model of these shapes, and install the platform that serves them in this process.
+
+    On an accelerator every op is probed, by a process apart. On a CPU, whose kernels are torch's, this process does it,
+    and leaves out ops that are served by the reference itself.
+
+    process  that was started to probe; it is closed
+
+    Raises BackendError, one sentence, if the device is absent or an op has no implementation that works.
+    """
+    where = torch.device(device)
+    platform = in_use(where)
+    if where.type == "cpu":
+        if process is not None:
+            process.end()
+        reports = probe_here(tuple(platform.implementations.items()), platform.device, where, shapes)
+    else:
+        reports = tuple(probe_apart(platform, device, shapes, process=process))
+    serving = with_reports(platform, reports)
+    if serving is not platform:
+        install(serving, where.type)
+        for sentence in serving.fallbacks[len(platform.fallbacks) :]:
+            log.warning("%s", sentence)
+    return serving, reports
+
+
+def with_reports(platform: Platform, reports: tuple[OpReport, ...]) -> Platform:
+    """The platform with the fallbacks that the reports ask for. Raises BackendError if an op is served by nothing."""
+    for report in reports:
+        if report.used is None or not report.is_served:
+            raise BackendError(report.sentence)
+        # Another model of this process may have needed a fallback that this one does not.
+        if report.used != platform.implementations[report.op] or report.regimes:
+            regimes = {regime: name for regime, name in report.regimes.items() if name is not None}
+            platform = platform.with_fallback(report.op, report.used, report.sentence, regimes)
+    return platform
+
+
+@functools.cache
+def probe_here(
+    implementations: tuple[tuple[str, str], ...], kind: str, device: torch.device, shapes: ProbeShapes
+) -> tuple[OpReport, ...]:
+    """Once for each platform and shapes of this process, which may build several engines."""
+    platform = in_use(device)
+    assert tuple(platform.implementations.items()) == implementations and platform.device == kind
+    ops = {op for op, implementation in implementations if implementation != REFERENCE}
+    return tuple(probe(platform, device, shapes, ops=ops))

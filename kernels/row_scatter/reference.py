@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from kernels.contract import Contract
-from kernels.row_scatter.pieces import RowPieces, RowTensorSet
+from kernels.row_scatter.ops import RowPieces, RowTensorSet
 
 CONTRACT = Contract(replayable=True)
 

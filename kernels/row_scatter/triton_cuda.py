@@ -25,7 +25,7 @@ import triton.language as tl
 
 from kernels import triton_launch
 from kernels.contract import Contract
-from kernels.row_scatter.pieces import MAX_STARTS, RowPiece, RowPieces, RowTensorSet
+from kernels.row_scatter.ops import MAX_STARTS, RowPiece, RowPieces, RowTensorSet
 
 # Bytes of a row that a program copies: 64 for each thread of 4 warps. Rows of most projections are a multiple.
 _BLOCK_BYTES = 8192

@@ -17,8 +17,8 @@ from torch.nn import functional
 from kernels.contract import Contract
 from kernels.platform import in_use
 from kernels.sampling.maps import SamplingMaps
+from kernels.sampling.ops import Sampled, pack
 from kernels.sampling.penalty_state import DenseState, PenaltyState
-from kernels.sampling.results import Sampled, pack
 
 CONTRACT = Contract(replayable=True)
 _BLOCK = 128

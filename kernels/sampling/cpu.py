@@ -13,8 +13,8 @@ from torch.nn import functional
 from kernels.contract import Contract
 from kernels.sampling.any_device import edit, model_logprobs, rows_to_sample
 from kernels.sampling.maps import SamplingMaps
+from kernels.sampling.ops import Sampled, pack
 from kernels.sampling.penalty_state import PenaltyState, SparseState
-from kernels.sampling.results import Sampled, pack
 
 CONTRACT = Contract()
 _BLOCK = 256

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal, get_type_hints
+from typing import Annotated, Literal, NamedTuple, get_type_hints
 
 import msgspec
 
@@ -123,3 +123,13 @@ PARAMETERS = _declared()
 
 # The value of each parameter that changes nothing, by name.
 NEUTRAL: Mapping[str, float] = {parameter.name: parameter.neutral for parameter in PARAMETERS}
+
+
+class ScoredToken(NamedTuple):
+    """Log probability of one token, and others with theirs: the most likely ones, most likely first, or those that were
+    asked for by id. rank: how many tokens are at least as likely, itself among them; 0: not counted."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0

@@ -6,8 +6,8 @@ import torch
 
 from kernels.contract import Contract
 from kernels.sampling.maps import SamplingMaps
+from kernels.sampling.ops import Sampled, pack
 from kernels.sampling.penalty_state import DenseState, PenaltyState
-from kernels.sampling.results import Sampled, pack
 
 CONTRACT = Contract()
 

@@ -21,8 +21,16 @@ import torch
 
 from kernels.arrays import HostArray, in_host, in_nothing, in_tensor, number_dtype
 from kernels.sampling import parameters
-from kernels.sampling.maps import MASK_WORD_BITS, SamplingArrays, SamplingFacts, SamplingMaps
-from kernels.sampling.parameter_rows import index_of, matrix_of, used_in, uses_penalties
+from kernels.sampling.maps import (
+    MASK_WORD_BITS,
+    SamplingArrays,
+    SamplingFacts,
+    SamplingMaps,
+    index_of,
+    matrix_of,
+    used_in,
+    uses_penalties,
+)
 
 _MASK = 0xFFFFFFFFFFFFFFFF
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -55,7 +63,7 @@ class RowSampling:
     """A row of the logits that gets a token.
 
     logits_row   row of the step's logits
-    parameters   float64 [num_parameters], `parameter_rows.row_of(request)`
+    parameters   float64 [num_parameters], `maps.row_of(request)`
     seed, index  random stream of the request, and which of its output tokens this is
     slot         of the sequence: where its token counts stand; read only if its parameters have penalties
     bias         token -> what is added to its logit
@@ -92,7 +100,7 @@ class GivenRow:
 class Asked:
     """A step's sampling on the host, which `read` needs to assign the results.
 
-    matrix  float64 [num_parameters, len(rows)], see `parameter_rows.matrix_of`
+    matrix  float64 [num_parameters, len(rows)], see `maps.matrix_of`
     """
 
     rows: tuple[RowSampling, ...]

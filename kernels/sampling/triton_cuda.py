@@ -20,8 +20,8 @@ from kernels.contract import Contract
 from kernels.sampling import any_device
 from kernels.sampling.any_device import rows_to_sample
 from kernels.sampling.maps import SamplingMaps
+from kernels.sampling.ops import Sampled
 from kernels.sampling.penalty_state import PenaltyState
-from kernels.sampling.results import Sampled
 
 # Columns of a part: 64 bytes of bfloat16 for each thread, and enough programs where rows are few.
 PART_COLUMNS = 4096

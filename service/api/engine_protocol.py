@@ -9,7 +9,7 @@ from service.engine.ipc.messages import EngineStatus, Finished, PauseMode, Ready
 
 
 class Messages(Protocol):
-    """The engine's messages about one request; `service.engine.ipc.token_streams.TokenStream` implements it."""
+    """The engine's messages about one request; `service.engine.ipc.link.TokenStream` implements it."""
 
     def listen(self, listener: Callable[[], None], begin_anew: Callable[[], bool] | None = None) -> None:
         """Call `listener` whenever there is something to `poll`, now if there is already.

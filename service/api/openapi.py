@@ -13,12 +13,12 @@ from fastapi.openapi.utils import get_openapi
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from service import server_version
 from service.api.access.auth import Access, Need
 from service.api.schema.answers import ErrorResponse
 from service.api.schema.generation_answers import ChatChunk
 from service.api.schema.response_answers import MessageError, MessageEvent, ResponseEvent
-from service.api.threads import in_turn
-from service.version import server_version
+from service.fairness.thread_pool import in_turn
 
 _REASONS = {
     400: "The request is wrong; the message says what to change.",

@@ -72,7 +72,7 @@ def _command(name: str) -> Callable[[argparse.Namespace], int]:
 
         return bench
     if name == "keys":
-        from service.tenants.command import keys
+        from service.tenants.edit import keys
 
         return keys
     if name == "help":
@@ -129,14 +129,14 @@ class _ShowVersion(argparse.Action):
         super().__init__(option_strings, nargs=0, **{**options, "default": argparse.SUPPRESS})
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        from service.version import server_version
+        from service import server_version
 
         print(f"{parser.prog} {server_version()}")
         parser.exit()
 
 
 def _completion(arguments: argparse.Namespace) -> int:
-    from service.cli.completion import completion
+    from service.cli.help import completion
 
     print(completion(make_parser(), arguments.shell), end="")
     return 0

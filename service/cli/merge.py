@@ -12,8 +12,8 @@ from service.cli.client import ClientError
 
 def merge(arguments: argparse.Namespace) -> int:
     """Write the directory, whole or not at all."""
-    from service.models.errors import ModelError
     from service.models.merging import merge as merge_into
+    from service.models.spec.config_json import ModelError
 
     base: Path = arguments.base
     adapter: Path = arguments.adapter

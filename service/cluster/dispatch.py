@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 import msgspec
 
-from service.cluster.replica_health import ReplicaHealth
-from service.cluster.routing import Demand, Replica, Rule, choose
+from service.cluster.routing import Demand, Replica, ReplicaHealth, Rule, choose
+from service.engine.ipc.link import EngineDied, NeverSent, TokenStream
 from service.engine.ipc.messages import Finished, Submit, Tokens
-from service.engine.ipc.token_streams import EngineDied, NeverSent, TokenStream
 
 # The most output that counts before it is there: max_tokens says little about the output that comes. A request that has
 # run for long counts as much as a new one, until it comes close to max_tokens.

@@ -20,8 +20,14 @@ from typing import Any
 import msgspec
 
 from service.cluster.dispatch import Dispatch, Routed
-from service.cluster.replica_health import PING_SECONDS, PINGS_UNTIL_HUNG, PINGS_UNTIL_SILENT, ReplicaHealth
-from service.cluster.routing import DEFAULT_RULE, Rule
+from service.cluster.routing import (
+    DEFAULT_RULE,
+    PING_SECONDS,
+    PINGS_UNTIL_HUNG,
+    PINGS_UNTIL_SILENT,
+    ReplicaHealth,
+    Rule,
+)
 from service.engine.ipc.link import EngineLink
 from service.engine.ipc.messages import EngineStatus, PauseMode, Ready, Stats, Submit, Tier
 

@@ -1,38 +1,110 @@
 """`multilora doctor --deep`: runs the steps in order, each in a process of its own, and keeps one report of them.
 
 This process imports no torch and never touches the device. What it owns: the report's directory, and one process at a
-time. After `kill -9` of either the report on disk is whole, the other one is gone, and `--resume` goes on.
+time. After `kill -9` of either the report on disk is whole, the other one is gone, and `--resume` goes on:
+`report.json` and `report.html` are each replaced by one rename. One command at a time writes to the directory;
+the lock is the kernel's and ends with its process.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import json
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 from safetensors import SafetensorError, safe_open
 
-from service.doctor.advice import conclude
+from adapters.files.durable_files import replace_file
+from service import server_version
 from service.doctor.checks.sections import SETTINGS
 from service.doctor.checks.step_process import not_applicable_on
-from service.doctor.deep_report import ENDED, FAILED, DeepReport, Outcome
-from service.doctor.journal import Journal, JournalError, opened
+from service.doctor.deep_report import ENDED, FAILED, DeepReport, Outcome, conclude, page_of, read_report
 from service.doctor.plan import EVERYWHERE, STEPS, Step
 from service.doctor.supervise import run_step
-from service.models.errors import ModelError
 from service.models.gguf_directory import model_directory
 from service.models.gguf_file import LINK
+from service.models.spec.config_json import ModelError
 from service.settings import Settings, SettingsError, load_settings
-from service.version import server_version
+
+JSON_NAME, PAGE_NAME = "report.json", "report.html"
+_LOCK_NAME = ".in-use"
+
+
+class JournalError(Exception):
+    """The directory cannot be used; one sentence."""
+
+
+class Journal:
+    """See the module's docstring. Use it inside `opened`."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    @property
+    def page(self) -> Path:
+        return self.directory / PAGE_NAME
+
+    def read(self) -> DeepReport | None:
+        """The report of an earlier command; None if there is none. Raises JournalError if it cannot be read."""
+        path = self.directory / JSON_NAME
+        try:
+            return read_report(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise JournalError(f"{path} is no report of this command ({error}); name another --report-dir.") from error
+
+    def write(self, report: DeepReport) -> None:
+        """Both files. JournalError, with the files as they were, if the disk is full or the directory has gone."""
+        try:
+            replace_file(self.directory / JSON_NAME, report.as_json())
+            replace_file(self.directory / PAGE_NAME, page_of(report).encode())
+        except OSError as error:
+            raise JournalError(
+                f"The report cannot be written to {self.directory}: {error.strerror}. Make room, and go on with "
+                "--resume; what was written before is whole."
+            ) from error
+
+
+@contextmanager
+def opened(directory: Path) -> Iterator[Journal]:
+    """A journal that no other command writes. JournalError if there is one, or the directory cannot be made."""
+    lock: IO[bytes] | None = None
+    try:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            lock = (directory / _LOCK_NAME).open("wb")
+        except OSError as error:
+            raise JournalError(
+                f"The report's directory {directory} cannot be written: {error.strerror}; name another --report-dir."
+            ) from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise JournalError(
+                f"Another multilora doctor --deep is at work on {directory}; wait for its end. Two at a time would "
+                "spoil each other's times."
+            ) from error
+        except OSError as error:
+            raise JournalError(
+                f"The report's directory {directory} cannot be locked: {error.strerror}; name another --report-dir, on "
+                "a disk of this machine."
+            ) from error
+        yield Journal(directory)
+    finally:
+        if lock is not None:
+            lock.close()
+
 
 # A step that was at work each time the command was killed is passed over by the next: it may be what kills.
 MAX_BEGUN = 2

@@ -133,7 +133,7 @@ STEPS: Sequence[Step] = (
         name="capture",
         title="Capture of one layer",
         asks="Does a captured decode step of one layer give what an eager one gives?",
-        work="service.doctor.checks.capture:capture_one_layer",
+        work="service.doctor.checks.serving:capture_one_layer",
         limit_seconds=80.0,
         devices=ACCELERATORS,
     ),

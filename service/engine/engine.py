@@ -58,9 +58,7 @@ from service.engine.scheduling.state_lines import StateLines
 from service.engine.sequences.sequence import Sequence
 from service.engine.sequences.slots import Slots
 from service.engine.step.launcher import StepLauncher
-from service.engine.step.outputs import StepSampling, read_sampled, tokens_message
-from service.engine.step.pooling import PooledStep
-from service.engine.step.results import StepResult
+from service.engine.step.outputs import PooledStep, StepResult, StepSampling, read_sampled, tokens_message
 from service.engine.step_records import StepRecord, StepRecords, record_of
 from service.grammars.matching import TokenTable
 

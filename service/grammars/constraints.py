@@ -11,11 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from service.grammars.closed_objects import TooManyParts, closed
-from service.grammars.json_size import least_chars
-from service.grammars.lark import ConstraintError, from_gbnf, regex_rule, with_policy
-from service.grammars.references import objects_of
-from service.grammars.structural_tags import lark_of_tag
+from service.grammars.json_schemas import TooManyParts, closed, least_chars, objects_of
+from service.grammars.lark import ConstraintError, from_gbnf, lark_of_tag, regex_rule, with_policy
 
 Kind = Literal["json_schema", "regex", "choice", "lark", "grammar", "structural_tag"]
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from service.grammars.constraints import MAX_CONSTRAINT_BYTES, closed_schema
+from service.grammars.json_schemas import DEFINITIONS, refers_to_definitions_alone
 from service.grammars.lark import NOTHING, Lark, ToolSchema
-from service.grammars.references import DEFINITIONS, refers_to_definitions_alone
 from service.text.calls.value_kinds import Kinds
 
 _PYTHON_NAME = re.compile(r"[^\W\d][\w-]*")

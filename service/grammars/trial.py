@@ -36,7 +36,7 @@ ENGINE_STACK_BYTES = 4 * _STACK_BYTES
 _MAX_KNOWN_BYTES = 16 << 20
 _ENTRY_BYTES = 512  # what each takes beside its text
 # Modules that compile a grammar, imported when needed; a confined process finds no modules.
-_LAZY_MODULES = ("llguidance.gbnf_to_lark", "service.grammars.matching", "service.grammars.structural_tags")
+_LAZY_MODULES = ("llguidance.gbnf_to_lark", "service.grammars.matching", "service.grammars.lark")
 
 
 class GrammarTrial(BoundedChild):

@@ -12,9 +12,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from service.models.errors import ModelError
 from service.models.families import PRE_TOKENIZERS, config_of_gguf
 from service.models.gguf_file import LINK, GgufFile, read_gguf
+from service.models.spec.config_json import ModelError
 
 _CONTROL_TOKEN, _USER_TOKEN = 3, 4
 

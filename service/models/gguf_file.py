@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from service.models.errors import ModelError
+from service.models.spec.config_json import ModelError
 
 LINK = "model.gguf"  # in a model directory, to the file
 # Number formats of GGUF's metadata by their ids; 8 is a string, 9 an array.

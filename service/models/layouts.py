@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from adapters.layout import BaseLayout, Experts, ProjectionSpec, Slice, SplitModule
-from service.models.errors import ModelError
 from service.models.families import model_spec
 from service.models.gguf_file import LINK
-from service.models.spec.config_json import read_config
+from service.models.spec.config_json import ModelError, read_config
 from service.models.spec.model_spec import ModelSpec, MoeSpec
 
 __all__ = ["ModelError", "ModelSpec", "layout_in", "layout_of", "layout_of_spec", "model_spec", "weight_files"]

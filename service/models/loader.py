@@ -11,15 +11,13 @@ import torch
 
 from adapters.layout import BaseLayout
 from kernels.platform import in_use
-from service.models.checkpoint.checkpoint import OpenTensors, TensorSource, open_checkpoint
-from service.models.checkpoint.tensors import compare
-from service.models.errors import ModelError
+from service.models.checkpoint.checkpoint import OpenTensors, TensorSource, compare, open_checkpoint
 from service.models.families import model_spec
 from service.models.heap import trim_heap
 from service.models.layers.decoder import Decoder
 from service.models.layers.weights import Weights, WeightsKind
 from service.models.layouts import layout_in
-from service.models.spec.config_json import read_config
+from service.models.spec.config_json import ModelError, read_config
 from service.models.spec.model_spec import ModelSpec
 
 log = logging.getLogger(__name__)

@@ -24,10 +24,9 @@ from adapters.store.store import AdapterStore, StoreLimits
 from adapters.text.side_files import TEMPLATES_FOLDER
 from adapters.upload.peft_form import text_files
 from service.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from service.models.errors import ModelError
 from service.models.families import model_spec
 from service.models.layouts import layout_in
-from service.models.spec.config_json import read_config
+from service.models.spec.config_json import ModelError, read_config
 from service.models.spec.quantisation import KEYS, quantisation_of
 
 _HEAD, _INDEX = "lm_head.weight", "model.safetensors.index.json"

@@ -13,9 +13,8 @@ import numpy as np
 import torch
 
 from kernels.arrays import Array, declared
-from kernels.attention_maps import AttentionMaps
+from kernels.attention_maps import AttentionMaps, QueryStarts
 from kernels.lora.maps import LoraMaps
-from kernels.query_starts import QueryStarts
 
 __all__ = ["AttentionMaps", "ConvArrays", "ConvMaps", "StepBatch", "TokenArrays", "TokenSizes"]
 

@@ -23,6 +23,7 @@ import msgspec
 
 from service.cluster.dispatch import RemainingWork
 from service.engine.ipc.client import EngineClient
+from service.engine.ipc.link import EngineDied, TokenStream
 from service.engine.ipc.messages import (
     Abort,
     Cordon,
@@ -42,7 +43,6 @@ from service.engine.ipc.messages import (
     ToEngine,
     Tokens,
 )
-from service.engine.ipc.token_streams import EngineDied, TokenStream
 from service.engine.ipc.wire import Outbox, read_to_engine
 from service.ray_serve.tcp_keepalive import end_when_vanished
 

@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from service.cluster.engines import Engines
-from service.cluster.replica_health import ReplicaHealth
-from service.cluster.routing import DEFAULT_RULE, Rule
+from service.cluster.routing import DEFAULT_RULE, ReplicaHealth, Rule
 from service.engine.ipc.link import EngineLink
 from service.engine.ipc.messages import EngineStatus, Ready
 from service.engine.ipc.wire import Outbox, read_from_engine

@@ -20,11 +20,11 @@ from adapters.files.paths import CONFIG_FILE, join, layout_root
 from adapters.row_plan import plan_rows
 from adapters.store.store import AdapterStore, StoreLimits
 from adapters.text.vocabulary import BaseText
-from kernels.lora.max_rank import MAX_KERNEL_RANK
+from kernels.lora import MAX_KERNEL_RANK
 from kernels.sampling.parameters import NEUTRAL
 from service.api import page
 from service.api.access.auth import Access
-from service.api.adapter_routes import adapters, archive, pinning, sglang_lora, versions, vllm_lora
+from service.api.adapter_routes import adapters, sglang_lora, versions, vllm_lora
 from service.api.admission.sampling import model_defaults
 from service.api.entry.error_handlers import add_error_handlers
 from service.api.entry.middleware import BodyRule, EntryMiddleware
@@ -52,8 +52,7 @@ from service.api.routes import (
 from service.api.state import Services
 from service.cluster.engines import Engines
 from service.engine.ipc.client import EngineClient
-from service.engine.ipc.link import EngineLink
-from service.engine.ipc.token_streams import EngineDied
+from service.engine.ipc.link import EngineDied, EngineLink
 from service.logs import LOGGER, audit
 from service.models.layouts import layout_in
 from service.server.gc_tuning import freeze, keep_up
@@ -94,8 +93,6 @@ ROUTERS = (
     models.router,
     tokenize.router,
     versions.router,  # before the adapters: below an adapter's path there are names too
-    pinning.router,
-    archive.router,
     adapters.router,
     vllm_lora.router,
     sglang_lora.router,
@@ -304,7 +301,7 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
         asyncio.create_task(keep_up(), name="upkeep"),
     ]
     if services.store is not None:
-        tasks.append(asyncio.create_task(pinning.follow_pins(services, services.store), name="pins"))
+        tasks.append(asyncio.create_task(versions.follow_pins(services, services.store), name="pins"))
     if services.settings.store_shared and services.tenants.has_file:
         directory = services.settings.store_root / "tenants"
         tasks.append(asyncio.create_task(follow_usage(services.tenants, directory), name="usage"))

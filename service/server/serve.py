@@ -64,7 +64,7 @@ def serve(flags: Sequence[str]) -> int:
 
 def _is_for_operator(error: ValueError) -> bool:
     from adapters.errors import AdapterError
-    from service.models.errors import ModelError
+    from service.models.spec.config_json import ModelError
     from service.text.tokenizer import TextError
 
     return isinstance(error, SettingsError | StartError | ModelError | TextError | AdapterError)

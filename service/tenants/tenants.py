@@ -13,8 +13,7 @@ from pathlib import Path
 
 from service.logs import LOGGER, audit
 from service.tenants.keys_file import SCOPES, Key, KeysFile, KeysFileError, Limits, Scope, hash_of, read_keys
-from service.tenants.limits import Tenant
-from service.tenants.usage import EXCHANGE_SECONDS, Exchange, TenantUsage
+from service.tenants.limits import EXCHANGE_SECONDS, Exchange, Tenant, TenantUsage
 
 # A file that is written in place is half there for a moment: it is read when it has stayed as it is for so long, or
 # after so long however it changes.

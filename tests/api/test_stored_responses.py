@@ -19,8 +19,8 @@ import pytest
 from service.api import response_store
 from service.api.response_store import ResponseStore, StoredResponse, new_id
 from service.api.routes import stored_responses
+from service.engine.ipc.link import TokenStream
 from service.engine.ipc.messages import Finished, Submit, Tokens
-from service.engine.ipc.token_streams import TokenStream
 from service.tenants.edit import add_key
 from tests.api.conftest import BASE, Checkpoints
 from tests.support.http.scripted_server import ScriptedServer, make_text_model, scripted_server

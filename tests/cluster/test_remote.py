@@ -16,8 +16,8 @@ from service.api.metrics.metrics import Metrics
 from service.cluster.dispatch import MOST_EXPECTED_TOKENS, Routed
 from service.engine.ipc.client import EngineClient
 from service.engine.ipc.config import EngineConfig
+from service.engine.ipc.link import EngineDied
 from service.engine.ipc.messages import EngineStatus, Finished, Tokens
-from service.engine.ipc.token_streams import EngineDied
 from service.ray_serve.relay import TOKEN_BYTES, Relay
 from service.ray_serve.remote import Address, RemoteEngine, RemoteEngines
 from tests.support.engine.engine_process import collect, request, running_client, small_config, soon, until

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from adapters.errors import StorageFull, StoreUnreachable
-from adapters.files.store_faults import store_fault
+from adapters.files.durable_files import store_fault
 from tests.support.http.server import Server, running_server
 from tests.support.http.uploads import parts_of
 from tests.support.models.tiny_models import make_adapter, make_tiny_model

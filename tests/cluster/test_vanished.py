@@ -14,8 +14,8 @@ import pytest
 from service.cluster.dispatch import Routed
 from service.engine.ipc.client import EngineClient
 from service.engine.ipc.config import EngineConfig
+from service.engine.ipc.link import EngineDied
 from service.engine.ipc.messages import Tokens
-from service.engine.ipc.token_streams import EngineDied
 from service.ray_serve.relay import Relay
 from service.ray_serve.remote import Address, RemoteEngines
 from tests.support.engine.engine_process import request, running_client, small_config, soon, until

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from service.doctor.advice import conclude
-from service.doctor.deep_report import DeepReport, Outcome, Status
+from service.doctor.deep_report import DeepReport, Outcome, Status, conclude
 
 GRAPHS, EAGER = "setting-npu-graphs", "setting-eager"
 

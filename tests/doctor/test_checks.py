@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from service.doctor.checks import machine_facts
-from service.doctor.checks.capture import one_layer
 from service.doctor.checks.profiles import figures_of_table
+from service.doctor.checks.serving import one_layer
 from service.doctor.checks.step_process import StepFailed, StepHost
 from service.doctor.plan import EVERYWHERE, STEPS
 from service.models.families import model_spec

@@ -13,7 +13,7 @@ from unittest import mock
 
 import pytest
 
-from service.doctor.journal import JournalError, opened
+from service.doctor.deep import JournalError, opened
 from tests.doctor.conftest import BUNDLED, ROOT, Meeting
 from tests.support.limits import LIMIT_SECONDS
 from tests.support.models.quantised_models import make_gguf

@@ -16,9 +16,8 @@ import jsonschema
 import pytest
 
 from kernels.platform import IMPLEMENTATIONS
-from service.doctor.checks.examination import Examination
 from service.doctor.checks.sections import look_at
-from service.doctor.report import Section
+from service.doctor.report import Examination, Section
 from service.settings import load_settings
 from tests.doctor.conftest import BROKEN_OPS, BUNDLED, ROOT, visit
 

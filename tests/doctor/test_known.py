@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from service.doctor.checks.examination import Examination
 from service.doctor.checks.host import Compiler, Host, installed_cann, read_host, version_in
 from service.doctor.checks.known import compiler_facts, known_problems
 from service.doctor.checks.software import import_torch
+from service.doctor.report import Examination
 from service.settings import load_settings
 
 _GOOD: dict[str, Any] = {

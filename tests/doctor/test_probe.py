@@ -35,8 +35,7 @@ from kernels.platform import (
 from kernels.probe.cases.registry import cases_of
 from kernels.probe.cases.tensors import Place
 from kernels.probe.child import DEVICE_IS_LOST
-from kernels.probe.choose import with_reports
-from kernels.probe.isolated import ProbeWork, probe_apart
+from kernels.probe.isolated import ProbeWork, probe_apart, with_reports
 from kernels.probe.op_reports import OpReport, Trial
 from kernels.probe.probe_process import ProbeProcess
 from kernels.probe.run import candidates, probe, report_of, try_op

@@ -13,15 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kernels.linear.quantised import Quantised
-from service.doctor.checks.examination import Examination
 from service.doctor.checks.model import look_at_model
-from service.doctor.report import Section
-from service.models.checkpoint.checkpoint import TensorSource, open_checkpoint
-from service.models.checkpoint.tensors import compare
-from service.models.errors import ModelError
+from service.doctor.report import Examination, Section
+from service.models.checkpoint.checkpoint import TensorSource, compare, open_checkpoint
 from service.models.families import model_spec
 from service.models.loader import load_model
-from service.models.spec.config_json import read_config
+from service.models.spec.config_json import ModelError, read_config
 from service.models.spec.model_spec import ModelSpec
 from service.settings import load_settings
 from tests.support.models.tiny_models import FAMILIES, WITH_EXPERTS, make_tiny_model

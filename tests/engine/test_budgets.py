@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from adapters.layout import Group
-from adapters.non_lora_plan import plan_non_lora
+from adapters.row_plan import plan_non_lora
 from kernels.sampling.penalty_state import DenseState
 from service.engine.ipc.config import EngineOptions
 from service.engine.startup.budgets import GIB, MIB, Budgets, ModelSizes, decide_budgets, sentences
 from service.engine.startup.build import settled
-from service.models.errors import ModelError
+from service.models.spec.config_json import ModelError
 
 # Llama 3.1 8B in bfloat16: 32 layers, 8 heads of 128 for keys and values, hidden 4096, intermediate 14336.
 LLAMA_8B = ModelSizes(

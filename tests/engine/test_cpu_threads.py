@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from service.engine.startup.cpu_threads import LIMIT_SECONDS, LONE_SECONDS, candidates, choose_num_threads
+from service.engine.process import LIMIT_SECONDS, LONE_SECONDS, candidates, choose_num_threads
 
 
 class Machine:

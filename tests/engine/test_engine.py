@@ -19,10 +19,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from adapters.errors import NotFound, RowsExceeded, Unsupported
-from kernels.lora.max_rank import MAX_KERNEL_RANK
+from kernels.lora import MAX_KERNEL_RANK
 from kernels.platform import detect
+from kernels.sampling.maps import row_of
 from kernels.sampling.ops import new_state, sample
-from kernels.sampling.parameter_rows import row_of
 from kernels.sampling.sampling_request import RowSampling, ask
 from service.engine.engine import Engine
 from service.engine.ipc.messages import (
@@ -37,7 +37,7 @@ from service.engine.ipc.messages import (
     Submit,
     Tokens,
 )
-from service.engine.request_checks import error_in
+from service.engine.requests import error_in
 from service.engine.startup.build import max_rank_of
 from service.engine.transient_thread import TransientThread
 from tests.support.engine.engine_mock import (

@@ -20,8 +20,8 @@ import pytest
 
 from service.engine.ipc.client import MAX_DEATHS, EngineClient
 from service.engine.ipc.config import EngineConfig
+from service.engine.ipc.link import EngineDied, TokenStream
 from service.engine.ipc.messages import Finished, Stats, Tokens
-from service.engine.ipc.token_streams import EngineDied, TokenStream
 from service.engine.ipc.wire import frame
 from service.engine.startup.build import build_engine
 from service.machine import num_usable_cpus
@@ -382,7 +382,7 @@ def test_only_what_nobody_foresaw_at_the_start_has_a_traceback(
         code = f"""
 import sys
 from service.engine import process
-from service.models.errors import ModelError
+from service.models.spec.config_json import ModelError
 
 def fail(_device):
     raise {error}

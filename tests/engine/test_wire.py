@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from kernels.sampling.scored_token import ScoredToken
+from kernels.sampling.parameters import ScoredToken
 from service.engine.ipc.config import EngineOptions
 from service.engine.ipc.messages import Abort, Finished, FromEngine, Sampling, Submit, ToEngine, Tokens
 from service.engine.ipc.wire import EngineSide, Outbox, frame, read_from_engine

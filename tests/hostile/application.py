@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from adapters.row_plan import plan_rows
-from kernels.sampling.scored_token import ScoredToken
+from kernels.sampling.parameters import ScoredToken
 from service.cluster.engines import Engines
 from service.engine.ipc.link import EngineLink
 from service.engine.ipc.messages import Finished, Ready, Submit, Tier, Tokens

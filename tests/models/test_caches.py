@@ -14,7 +14,7 @@ from kernels.platform import detect, installed
 from service.models.families import model_spec
 from service.models.layers.caches import ConvStates, KvCache, allocate_caches, kv_bytes_per_token, state_bytes_per_line
 from service.models.spec.config_json import read_config
-from service.models.spec.layer_parts import MixerState
+from service.models.spec.mixer_specs import MixerState
 from tests.support.models.tiny_models import make_tiny_model
 
 

@@ -22,10 +22,10 @@ from adapters.peft.binding import bind
 from adapters.peft.config import parse_config
 from adapters.row_plan import plan_rows
 from adapters.store.store import AdapterStore
-from service.models.errors import ModelError
 from service.models.families import model_spec
 from service.models.layouts import layout_of
 from service.models.loader import load_model
+from service.models.spec.config_json import ModelError
 from tests.models.test_parity import assert_parity
 from tests.support.engine.engine_parity import (
     BASE,

@@ -19,10 +19,9 @@ from adapters.files.paths import layout_fingerprint
 from adapters.files.safetensors_header import Tensor
 from adapters.peft.binding import bind
 from adapters.peft.config import parse_config
-from service.models.errors import ModelError
 from service.models.families import model_spec
 from service.models.layouts import layout_in, layout_of
-from service.models.spec.config_json import read_config
+from service.models.spec.config_json import ModelError, read_config
 from tests.support.models.tiny_models import FAMILIES, make_tiny_model, tiny_config
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from service.models.errors import ModelError
 from service.models.loader import load_model
+from service.models.spec.config_json import ModelError
 from tests.support.models.tiny_models import EMBEDDING, HEAD, make_tiny_model, make_wrongly_tied_model
 
 NORM = "model.layers.1.input_layernorm.weight"

@@ -21,9 +21,8 @@ from adapters.memory.slab import HostAdapter, pack
 from kernels.lora.ops import call_count
 from kernels.platform import Platform, detect, installed
 from service.engine.model.padding import StepSizes
-from service.engine.step.arrays import InputLimits
 from service.engine.step.inputs import StepInputs
-from service.engine.step.maps import BASE, ChunkInput, adapter_order
+from service.engine.step.maps import BASE, ChunkInput, InputLimits, adapter_order
 from service.models.layers.caches import allocate_caches
 from service.models.loader import LoadedModel, load_model
 from tests.support.models.tiny_models import (

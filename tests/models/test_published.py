@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from service.models.errors import ModelError
 from service.models.families import model_spec
 from service.models.loader import load_model
-from service.models.spec.config_json import read_config
+from service.models.spec.config_json import ModelError, read_config
 from tests.models.test_parity import assert_parity
 from tests.models.test_whole_models import assert_transformers_reads_the_same
 from tests.support.models.tiny_models import make_tiny_model, tiny_config

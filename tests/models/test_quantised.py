@@ -15,13 +15,11 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from kernels.linear.quantised import Quantised, dequantise, quantise
-from service.models.checkpoint.checkpoint import open_checkpoint
-from service.models.checkpoint.tensors import compare
-from service.models.errors import ModelError
+from service.models.checkpoint.checkpoint import compare, open_checkpoint
 from service.models.families import model_spec
 from service.models.gguf_directory import model_directory
 from service.models.loader import load_model
-from service.models.spec.config_json import read_config
+from service.models.spec.config_json import ModelError, read_config
 from service.text.tokenizer import TextTokenizer
 from tests.models.test_parity import assert_parity
 from tests.support.engine.engine_parity import Oracle, answers_of, assert_greedy, make_requests, make_world

@@ -17,11 +17,11 @@ from adapters.errors import BindingError
 from adapters.files.safetensors_header import Tensor
 from adapters.peft.binding import bind
 from adapters.peft.config import parse_config
-from service.models.errors import ModelError
 from service.models.families import model_spec
 from service.models.layers.mixers import GatedDeltaNet
 from service.models.layouts import layout_of
 from service.models.loader import load_model
+from service.models.spec.config_json import ModelError
 from tests.models.test_parity import LENGTHS, oracle_logits, prompt
 from tests.support.engine.hand_steps import HandDriver
 from tests.support.models.tiny_models import make_tiny_model, tiny_config

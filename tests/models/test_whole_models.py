@@ -13,11 +13,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from service.models.errors import ModelError
 from service.models.families import model_spec
 from service.models.layouts import layout_of
 from service.models.loader import load_model
-from service.models.spec.config_json import read_config
+from service.models.spec.config_json import ModelError, read_config
 from service.text.tokenizer import TextTokenizer
 from tests.models.test_parity import assert_parity
 from tests.support.engine.engine_parity import (

@@ -17,8 +17,7 @@ import torch
 
 from kernels.causal_conv1d.ops import causal_conv1d_prefill
 from kernels.gated_delta import reference
-from kernels.gated_delta.ops import gated_delta_decode, gated_delta_prefill, warm_up
-from kernels.gated_delta.parts import gated_norm
+from kernels.gated_delta.ops import gated_delta_decode, gated_delta_prefill, gated_norm, warm_up
 from kernels.platform import IMPLEMENTATIONS, contract, detect, in_use, installed
 from tests.ops.lora.test_lora_triton import run_compiling
 from tests.support.npu.fake_npu import made_up_npu
@@ -60,7 +59,7 @@ def serving_blocks(request: pytest.FixtureRequest, device: str, monkeypatch: pyt
 
 @dataclass
 class Inputs:
-    """Of one layer; `states` holds NaN in lines of nobody."""
+    """Inputs of one layer; `states` holds NaN in lines of nobody."""
 
     qkv: torch.Tensor
     b: torch.Tensor

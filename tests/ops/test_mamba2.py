@@ -22,7 +22,7 @@ NUM_LINES = 7
 
 @dataclass
 class Inputs:
-    """Of one layer; `states` holds NaN in lines of nobody."""
+    """Inputs of one layer; `states` holds NaN in lines of nobody."""
 
     xbc: torch.Tensor
     dt: torch.Tensor

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels.row_scatter import ops, reference
-from kernels.row_scatter.pieces import MAX_STARTS, RowPiece, RowPieces, RowTensorSet
+from kernels.row_scatter.ops import MAX_STARTS, RowPiece, RowPieces, RowTensorSet
 
 triton_cuda = pytest.importorskip("kernels.row_scatter.triton_cuda", reason="NOT RUN: Triton is not installed")
 

@@ -16,12 +16,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.platform import detect, installed
-from kernels.sampling import any_device, ops, parameter_rows, parameters
-from kernels.sampling.maps import SamplingMaps
-from kernels.sampling.parameter_rows import index_of
-from kernels.sampling.results import Choice
+from kernels.sampling import any_device, maps, ops, parameters
+from kernels.sampling.maps import SamplingMaps, index_of
+from kernels.sampling.ops import Choice
+from kernels.sampling.parameters import ScoredToken
 from kernels.sampling.sampling_request import GivenRow, RowSampling, ask, mask_of, uniform
-from kernels.sampling.scored_token import ScoredToken
 from service.engine.ipc.messages import Sampling
 from tests.ascend.twin.stand_ins.waits import recorded_waits
 from tests.support.engine.replay import Recording
@@ -502,13 +501,13 @@ def test_what_shapes_a_draw_is_neutral_where_nothing_is_drawn() -> None:
 
 
 def test_a_request_gives_its_parameters_by_name() -> None:
-    found = parameter_rows.row_of(Sampling(max_tokens=1, temperature=0.5, top_k=7, presence_penalty=0.25))
-    expected = parameter_rows.neutral_row()
+    found = maps.row_of(Sampling(max_tokens=1, temperature=0.5, top_k=7, presence_penalty=0.25))
+    expected = maps.neutral_row()
     for name, value in {"temperature": 0.5, "top_k": 7, "presence_penalty": 0.25}.items():
         expected[index_of(name)] = value
     assert found.tolist() == expected.tolist()
-    assert parameter_rows.row_of(Sampling(max_tokens=1)).tolist() == parameter_rows.neutral_row().tolist()
-    assert parameter_rows.uses_penalties(found) and not parameter_rows.uses_penalties(parameter_rows.neutral_row())
+    assert maps.row_of(Sampling(max_tokens=1)).tolist() == maps.neutral_row().tolist()
+    assert maps.uses_penalties(found) and not maps.uses_penalties(maps.neutral_row())
 
 
 def test_a_new_parameter_is_one_line_and_one_in_each_implementation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,11 +16,10 @@ from safetensors.torch import load_file, save_file
 from adapters.store.store import AdapterStore
 from service.engine.engine import Engine
 from service.engine.ipc.messages import Finished, Tokens
-from service.models.errors import ModelError
 from service.models.families import model_spec
 from service.models.layers.caches import state_bytes_per_line
 from service.models.layouts import layout_in
-from service.models.spec.config_json import read_config
+from service.models.spec.config_json import ModelError, read_config
 from tests.support.engine.engine_parity import (
     BASE,
     Oracle,

@@ -14,7 +14,7 @@ from peft import EvaConfig, LoraConfig, get_peft_model, initialize_lora_eva_weig
 from peft.tuners.lora.config import CordaConfig
 from peft.tuners.lora.corda import preprocess_corda
 
-from adapters import non_lora_plan
+from adapters import row_plan
 from adapters.store.store import AdapterStore
 from service.models.layouts import layout_in
 from tests.support.engine.engine_parity import (
@@ -126,10 +126,10 @@ def test_norms_of_attention_heads_equal_peft_in_mixed_steps(
 
 def few_lines(world: World, monkeypatch: pytest.MonkeyPatch) -> int:
     """A side budget for fewer adapters than there are with vectors, and for one table of each kind: they take turns."""
-    monkeypatch.setattr(non_lora_plan, "MAX_LINES", 3)
-    units = non_lora_plan.non_lora_unit_bytes(layout_in(world.model_dir), 4)
+    monkeypatch.setattr(row_plan, "MAX_LINES", 3)
+    units = row_plan.non_lora_unit_bytes(layout_in(world.model_dir), 4)
     num_bytes = 8 * (units["vectors"] + units["norms"]) + units["saved_embedding"] + units["saved_head"]
-    lines = non_lora_plan.plan_non_lora(units, num_bytes)
+    lines = row_plan.plan_non_lora(units, num_bytes)
     assert (lines["vectors"], lines["saved_head"]) == (3, 1)
     assert sum("vectors" in rows for rows in world.rows.values()) > 3
     return num_bytes

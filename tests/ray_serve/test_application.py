@@ -241,7 +241,7 @@ def test_in_ray_s_event_loop_what_is_sent_to_a_lost_engine_is_lost_with_it() -> 
 import asyncio, uvloop
 from service.ray_serve.remote import Address, RemoteEngine
 from service.engine.ipc.messages import Ready
-from service.engine.ipc.token_streams import EngineDied
+from service.engine.ipc.link import EngineDied
 from service.engine.ipc.wire import frame
 from tests.support.engine.engine_process import request, soon
 

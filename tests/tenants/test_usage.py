@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from service.tenants.keys_file import Limits
-from service.tenants.limits import LimitReached, Tenant
-from service.tenants.usage import ABSENT_SECONDS, Exchange, TenantUsage
+from service.tenants.limits import ABSENT_SECONDS, Exchange, LimitReached, Tenant, TenantUsage
 from tests.tenants.test_limits import Clock
 
 

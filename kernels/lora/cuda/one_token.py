@@ -21,10 +21,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.lora import MAX_KERNEL_RANK
 from kernels.lora.cuda.configs import OneTokenExpand, OneTokenShrink
 from kernels.lora.cuda.tiles import ceil_div, pick, prefetch_rows
 from kernels.lora.maps import LoraMaps, LoraStack
-from kernels.lora.max_rank import MAX_KERNEL_RANK
 
 
 @triton.jit

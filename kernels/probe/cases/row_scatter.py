@@ -10,7 +10,7 @@ import torch
 
 from kernels.probe.cases.tensors import Place, Prepared
 from kernels.row_scatter import ops
-from kernels.row_scatter.pieces import RowPiece, RowPieces, RowTensorSet
+from kernels.row_scatter.ops import RowPiece, RowPieces, RowTensorSet
 from kernels.shapes import ProbeShapes
 
 _NUM_ROWS, _LENGTH, _NUM_PLACES = 48, 16, 5

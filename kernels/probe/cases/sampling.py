@@ -9,7 +9,7 @@ import torch
 
 from kernels.probe.cases.tensors import Place, Prepared
 from kernels.sampling import ops
-from kernels.sampling.parameter_rows import index_of, neutral_row
+from kernels.sampling.maps import index_of, neutral_row
 from kernels.sampling.sampling_request import GivenRow, RowSampling, ask, mask_of
 from kernels.shapes import ProbeShapes
 

@@ -1,7 +1,9 @@
-"""/v1/adapters: upload, list, show, delete."""
+"""/v1/adapters: upload, list, show, delete; and If-Match and If-None-Match, which say what a name must stand
+for so that it may be changed."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -13,13 +15,12 @@ from fastapi.responses import JSONResponse
 from pydantic import Field
 
 from adapters.files.manifest import AdapterRecord
-from adapters.files.name_versions import Condition, Version, keep
+from adapters.files.name_versions import Condition, Version, if_absent, if_match, is_selector, keep, move
 from adapters.files.paths import separate, without_root
 from adapters.store.name_index import Row
 from adapters.store.store import AdapterStore
 from service.api.access.auth import caller_of, check_again, namespace_of
 from service.api.access.namespace import Namespace
-from service.api.access.preconditions import CONDITION_HEADERS, condition_of, refuse_conditions
 from service.api.adapter_routes.listing import (
     MOST_PER_PAGE,
     Digits,
@@ -36,12 +37,62 @@ from service.api.openapi import DELETE_ERRORS, UPLOAD_BODY, UPLOAD_ERRORS, error
 from service.api.schema.answers import AdapterDeleted, AdapterList, AdapterResponse, ModuleReport
 from service.api.schema.base import each_once, no_query
 from service.api.state import Services, services_of
-from service.api.threads import in_turn
 from service.api.uploads.multipart import UploadQuery, in_upload_thread
 from service.api.uploads.receive import MakeParts, multipart, receive_upload
 from service.engine.ipc.messages import Tier
 from service.fairness.client_identity import CLIENT
+from service.fairness.thread_pool import in_turn
 from service.logs import audit
+
+# An entity tag, or what a client is likely to send for one: a version's number or digest without quotes.
+_TAG = re.compile(r'(W/)?"([^"]*)"|([0-9a-f]+|sha256:[0-9a-f]+)')
+_ONE = r'(?:(?:W/)?"[^"]*"|[0-9a-f]+|sha256:[0-9a-f]+)'
+_LIST = re.compile(rf"[ \t,]*{_ONE}(?:[ \t]*,[ \t,]*{_ONE})*[ \t,]*")
+
+CONDITION_HEADERS: list[dict[str, Any]] = [
+    {"name": name, "in": "header", "required": False, "schema": {"type": "string"}, "description": text}
+    for name, text in (
+        ("If-Match", "version numbers or digests of which the name must stand for one, or * for any; else 412"),
+        ("If-None-Match", "* alone: the name must be free; else 412"),
+    )
+]
+
+
+def condition_of(request: Request) -> Condition:
+    """The condition that the headers set on a name; `move`, which allows every change, where neither is sent.
+    BadRequest for an unsupported form."""
+    match, none_match = _tags(request, "if-match"), _tags(request, "if-none-match")
+    if none_match is None:
+        return move if match is None else if_match(match)
+    if none_match != ["*"] or match is not None:
+        raise BadRequest("Send `If-None-Match: *`, or `If-Match` with version numbers or digests, or neither.")
+    return if_absent
+
+
+def refuse_conditions(request: Request, instead: str) -> None:
+    """BadRequest if a condition is sent where none is looked at; `instead` says where it is, or why it is not."""
+    if condition_of(request) is not move:
+        raise BadRequest(f"If-Match and If-None-Match are not looked at here; {instead}.")
+
+
+def _tags(request: Request, header: str) -> list[str] | None:
+    """The versions that a header names, ["*"] for any; None where it is not sent. What can be no version's, weak tags
+    and "*" in quotes among them, matches nothing and is left out. BadRequest for what is no list of entity tags: a
+    condition that is misread would let a change through."""
+    sent = request.headers.getlist(header)
+    if not sent:
+        return None
+    text = ",".join(sent)
+    if text.strip() == "*":
+        return ["*"]
+    if not _LIST.fullmatch(text):
+        raise BadRequest(
+            "If-Match takes version numbers, digests of 12 digits or more, entity tags in double quotes, with commas "
+            "between them, or a * alone; If-None-Match takes a * alone."
+        )
+    tags = [(weak, quoted or bare) for weak, quoted, bare in _TAG.findall(text)]
+    return [tag for weak, tag in tags if not weak and is_selector(tag)]
+
 
 router = APIRouter(tags=["adapters"])
 

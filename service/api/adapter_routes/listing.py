@@ -15,8 +15,8 @@ from adapters.store.name_index import Query, Row
 from service.api.access.namespace import Namespace
 from service.api.page_cache import WrittenPage
 from service.api.state import Services
-from service.api.threads import in_turn
 from service.engine.ipc.messages import Tier
+from service.fairness.thread_pool import in_turn
 
 MOST_PER_PAGE = 1000
 # Whether a page is as it was written last is found in a thread if it shows facts of more: a millisecond for 1,000.

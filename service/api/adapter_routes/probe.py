@@ -13,8 +13,8 @@ from adapters.peft.config import invocation_start
 from service.api.admission.pipeline import reserve
 from service.api.errors import BadRequest, NotReady
 from service.api.state import Services
+from service.engine.ipc.link import EngineDied
 from service.engine.ipc.messages import Finished, Sampling, Submit
-from service.engine.ipc.token_streams import EngineDied
 from service.tenants.limits import Charge, Tenant
 
 NUM_TOKENS = 24

@@ -5,12 +5,11 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 
 from adapters.files.name_versions import move
-from service.api.access.preconditions import refuse_conditions
-from service.api.adapter_routes.adapters import remove_adapter, take_upload
+from service.api.adapter_routes.adapters import refuse_conditions, remove_adapter, take_upload
 from service.api.openapi import DELETE_ERRORS, UPLOAD_ERRORS
 from service.api.schema.answers import LoraUpdated
 from service.api.schema.base import no_query
-from service.api.schema.requests import LoadTensorsRequest, SglangUnloadRequest
+from service.api.schema.control import LoadTensorsRequest, SglangUnloadRequest
 from service.api.uploads.multipart import UploadQuery
 from service.api.uploads.tensors_json import MAX_BESIDE_BYTES, tensors_json
 

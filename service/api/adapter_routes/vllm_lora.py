@@ -13,20 +13,19 @@ from fastapi.responses import PlainTextResponse
 from fastapi.routing import APIRoute
 
 from adapters import errors as store_errors
+from adapters.files.durable_files import store_fault
 from adapters.files.manifest import AdapterRecord
 from adapters.files.name_versions import keep, move
-from adapters.files.store_faults import store_fault
 from service.api.access.auth import caller_of, namespace_of
 from service.api.access.namespace import Namespace
-from service.api.access.preconditions import refuse_conditions
-from service.api.adapter_routes.adapters import audit_change, remove_adapter, require_open_store
+from service.api.adapter_routes.adapters import audit_change, refuse_conditions, remove_adapter, require_open_store
 from service.api.entry.request_log import note, notes_of
 from service.api.errors import BadRequest, Forbidden, InvalidUserInput, UnknownModel
 from service.api.openapi import DELETE_ERRORS, errors
 from service.api.schema.answers import LoraUpdated
 from service.api.schema.base import no_query
+from service.api.schema.control import LoadInPlaceRequest, LoadLoraRequest, UnloadLoraRequest
 from service.api.schema.error_messages import bad_request
-from service.api.schema.requests import LoadInPlaceRequest, LoadLoraRequest, UnloadLoraRequest
 from service.api.state import Services, services_of
 from service.api.uploads.multipart import in_upload_thread
 from service.fairness.client_identity import CLIENT

@@ -19,7 +19,7 @@ from service.api.schema.response_formats import (
 )
 from service.api.schema.tools import AllowedToolsChoice, callable_tools, may_skip_calls, tools_chars
 from service.api.state import Services
-from service.api.threads import run_in_thread
+from service.fairness.thread_pool import run_in_thread
 from service.grammars.constraints import (
     Constraint,
     ConstraintError,

@@ -43,8 +43,8 @@ from service.api.schema.requests import (
     PromptRequest,
 )
 from service.api.state import Services
-from service.api.threads import run_in_thread
 from service.engine.ipc.messages import Pooling, Ready, Sampling
+from service.fairness.thread_pool import run_in_thread
 from service.tenants.limits import Charge, Tenant
 from service.tenants.tenants import Caller
 from service.text.answer_reader import ParserConfig

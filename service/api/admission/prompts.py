@@ -30,9 +30,9 @@ from service.api.schema.requests import (
 )
 from service.api.schema.tools import tools_chars
 from service.api.state import Services
-from service.api.threads import LONG_TEXT_CHARS, run_in_thread
 from service.engine.ipc.messages import Ready
-from service.grammars.json_size import each_value
+from service.fairness.thread_pool import LONG_TEXT_CHARS, run_in_thread
+from service.grammars.json_schemas import each_value
 from service.text.answer_reader import PLAIN, ParserConfig
 from service.text.chat_template import RESERVED_VARIABLES, ChatTemplate, chosen_name, shared_beginnings
 from service.text.template_sandbox import TemplateError

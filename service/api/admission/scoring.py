@@ -16,8 +16,8 @@ from service.api.errors import BadRequest, quoted
 from service.api.schema.pooled import ClassifyRequest, EmbeddingRequest, PairRequest, PoolingRequest
 from service.api.schema.requests import ChatRequest, PooledRequest, PromptRequest
 from service.api.state import Services
-from service.api.threads import run_in_thread
 from service.engine.ipc.messages import Pooling, Ready, Sampling
+from service.fairness.thread_pool import run_in_thread
 
 # Of all prompts of a request: a long query is repeated for each document.
 MAX_PAIR_TOKENS = 1 << 22

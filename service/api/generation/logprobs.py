@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from kernels.sampling.scored_token import ScoredToken
+from kernels.sampling.parameters import ScoredToken
 from service.api.admission.prompts import Prompt
 from service.api.generation.sequence import OutputChunk
 from service.api.schema.requests import Generation

@@ -13,15 +13,15 @@ from uuid import uuid4
 import msgspec
 
 from adapters.files.name_versions import Version
-from kernels.sampling.scored_token import ScoredToken
+from kernels.sampling.parameters import ScoredToken
 from service.api.admission.model_resolution import ResolvedModel
 from service.api.admission.pipeline import PlannedSequence
 from service.api.errors import BadRequest, EngineFailed, NotReady
 from service.api.metrics.metrics import SequenceTimer
 from service.api.queue_limits import LogprobBudget
 from service.api.state import Services
+from service.engine.ipc.link import EngineDied, NeverSent
 from service.engine.ipc.messages import Finished, Submit, Tokens
-from service.engine.ipc.token_streams import EngineDied, NeverSent
 from service.tenants.limits import Tenant
 from service.text.detokenizer import detokenizer_of
 from service.text.stop_strings import StopStrings

@@ -16,7 +16,7 @@ from service.api.generation.job import GenerationJob
 from service.api.generation.logprobs import cost_chars
 from service.api.generation.sequence import OutputChunk
 from service.api.http.sse import DONE, encode_event
-from service.api.threads import run_in_thread
+from service.fairness.thread_pool import run_in_thread
 from service.logs import LOGGER
 
 # Of a stream with pings, how long a client that waits for the first token hears nothing.

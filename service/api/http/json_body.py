@@ -21,8 +21,7 @@ from adapters.quota import ClientQuota
 from service.api.errors import BodyTooLarge, QueueFull
 from service.api.schema.base import refuse_query
 from service.api.schema.error_messages import bad_request
-from service.api.threads import in_turn
-from service.fairness.thread_pool import FairPool
+from service.fairness.thread_pool import FairPool, in_turn
 
 # Larger ones are parsed and validated in a thread: up to here that takes the event loop a few milliseconds.
 LARGE_BODY_BYTES = 1 << 16

@@ -17,8 +17,7 @@ from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from service.api.metrics.adapter_metrics import AdapterMetrics
-from service.api.metrics.tier_metrics import TierMetrics
+from service.api.metrics.adapter_metrics import AdapterMetrics, TierMetrics
 from service.api.metrics.vllm_metrics import with_vllm_names
 from service.engine.ipc.messages import EngineStatus, Loads, OpInUse, Stats
 

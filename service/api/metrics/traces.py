@@ -16,10 +16,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from service import server_version
 from service.api.http_rules import INFERENCE_PATHS
 from service.api.metrics.metrics import SequenceTimer
 from service.logs import LOGGER
-from service.version import server_version
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -200,7 +200,7 @@ class Tracing:
         for name in _NOISY:
             logging.getLogger(name).setLevel(logging.CRITICAL)
         version = server_version()
-        own = Resource.create({"service.name": "multilora", "service.version": version})
+        own = Resource.create({"service.name": "multilora", "service": version})
         self._api = trace
         self._propagator = propagate.get_global_textmap()  # those of OTEL_PROPAGATORS
         # Baggage, which is among them, says nothing of a span.

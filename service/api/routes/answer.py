@@ -24,7 +24,7 @@ from service.api.generation.stream import Chunks, EventStream
 from service.api.http.sse import TextEvent, json_answer, until_disconnect
 from service.api.schema.requests import ChatRequest, CompletionRequest, PromptRequest, StreamOptions
 from service.api.state import Services, services_of
-from service.api.threads import run_in_thread
+from service.fairness.thread_pool import run_in_thread
 
 AnyRequest = TypeVar("AnyRequest", bound=CompletionRequest | ChatRequest)
 

@@ -36,7 +36,7 @@ from service.api.schema.error_messages import bad_request
 from service.api.schema.generation_answers import BatchResponse, ChatResponse
 from service.api.schema.requests import MAX_HELD_LOGPROBS, BatchRequest, ChatRequest, CompletionRequest
 from service.api.state import Services, services_of
-from service.api.threads import in_turn
+from service.fairness.thread_pool import in_turn
 from service.logs import LOGGER
 from service.tenants.limits import Tenant
 from service.tenants.tenants import Caller

@@ -35,8 +35,8 @@ from service.api.schema.control import (
     WorldSizeResponse,
 )
 from service.api.state import Services, services_of
+from service.engine.ipc.link import EngineDied
 from service.engine.ipc.messages import PauseMode
-from service.engine.ipc.token_streams import EngineDied
 from service.logs import audit
 
 router = APIRouter(tags=["control"], route_class=JsonRoute)

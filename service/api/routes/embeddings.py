@@ -24,8 +24,8 @@ from service.api.routes.answer import admitted
 from service.api.schema.answers import EmbeddingList
 from service.api.schema.pooled import EmbeddingRequest
 from service.api.state import Services, services_of
-from service.api.threads import run_in_thread
 from service.engine.ipc.messages import Ready
+from service.fairness.thread_pool import run_in_thread
 
 router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 

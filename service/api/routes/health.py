@@ -8,14 +8,14 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import PlainTextResponse
 from pydantic import BaseModel, ConfigDict, Field
 
+from service import server_version
 from service.api.errors import NotReady
 from service.api.openapi import errors
 from service.api.schema.answers import HealthResponse, LoadResponse, ReadyResponse, StatusResponse, VersionResponse
 from service.api.schema.base import no_query
 from service.api.state import engine_sentence, services_of
-from service.api.threads import in_turn
 from service.engine.ipc.config import default_block_size_tokens
-from service.version import server_version
+from service.fairness.thread_pool import in_turn
 
 router = APIRouter(tags=["operation"])
 

@@ -28,7 +28,7 @@ from service.api.schema.requests import ChatRequest
 from service.api.schema.response_answers import MessageObject, TokenCount
 from service.api.schema.responses import renamed
 from service.api.state import Services, services_of
-from service.api.threads import run_in_thread
+from service.fairness.thread_pool import run_in_thread
 
 router = APIRouter(tags=["Anthropic"], route_class=JsonRoute)
 

@@ -34,7 +34,7 @@ from service.api.schema.pooled import (
 )
 from service.api.schema.requests import PooledRequest
 from service.api.state import services_of
-from service.api.threads import run_in_thread
+from service.fairness.thread_pool import run_in_thread
 
 router = APIRouter(tags=["vLLM"], route_class=JsonRoute)
 

@@ -26,7 +26,7 @@ from service.api.schema.requests import ChatRequest
 from service.api.schema.response_answers import DeletedResponse, InputItemList, ResponseObject
 from service.api.schema.responses import InputItem, ResponsesRequest, chat_of, check_include
 from service.api.state import Services, services_of
-from service.api.threads import in_turn, run_in_thread
+from service.fairness.thread_pool import in_turn, run_in_thread
 from service.logs import LOGGER
 from service.text.tokenizer import NotUnicode
 

@@ -20,7 +20,7 @@ from service.api.openapi import TEXT_ERRORS, errors
 from service.api.schema.answers import DetokenizeResponse, TokenizeResponse, TokenizerInfo
 from service.api.schema.requests import ChatRequest, DetokenizeRequest, TokenizeRequest
 from service.api.state import Services, services_of
-from service.api.threads import LONG_TEXTS, in_turn, run_in_thread
+from service.fairness.thread_pool import LONG_TEXTS, in_turn, run_in_thread
 from service.tenants.tenants import Caller
 
 router = APIRouter(tags=["text"], route_class=JsonRoute)

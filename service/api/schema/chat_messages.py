@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
 from service.api.schema.base import FIRST, Request, field_error, value_fault
-from service.grammars.json_size import least_chars
+from service.grammars.json_schemas import least_chars
 
 # Characters of one call's arguments, and of a template's variables: as long as the longest text that is tokenised.
 # Templates write both in one piece, and a million numbers take 0.3 s of Python's lock.

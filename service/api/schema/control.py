@@ -1,13 +1,15 @@
-"""Bodies and answers of the routes that control the engine, in vLLM's and SGLang's shapes."""
+"""Bodies and answers of the routes that control the engine, and bodies of those that load and change adapters, most in
+vLLM's and SGLang's shapes."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from service.api.schema.answers import Response
 from service.api.schema.base import FIRST, Request
+from service.api.schema.unserved_fields import LOAD_TENSORS_FIELDS
 
 
 class PauseQuery(BaseModel):
@@ -162,3 +164,62 @@ class WorldSizeResponse(Response):
     """Answer of GET /get_world_size."""
 
     world_size: Literal[1]
+
+
+class LoadLoraRequest(Request):
+    """Body of POST /v1/load_lora_adapter, vLLM's."""
+
+    lora_name: str = Field(min_length=1)
+    lora_path: str = Field(min_length=1, description="directory below the one the operator allowed")
+    load_inplace: bool = Field(False, description="replace an adapter of this name")
+    is_3d_lora_weight: Literal[False] | None = Field(None, description="3-D expert weights are not supported")
+
+
+class LoadInPlaceRequest(LoadLoraRequest):
+    """Body of POST /load_lora_adapter and /skyrl/v1/load_lora_adapter."""
+
+    load_inplace: Literal[True] = Field(True, description="always")
+
+
+class UnloadLoraRequest(Request):
+    """Body of POST /v1/unload_lora_adapter, vLLM's."""
+
+    lora_name: str = Field(min_length=1)
+    lora_int_id: int | None = Field(None, description="accepted and ignored")
+
+
+class LoadTensorsRequest(Request):
+    """Body of POST /load_lora_adapter_from_tensors, SGLang's, with safetensors in the place of a pickle."""
+
+    unserved = LOAD_TENSORS_FIELDS
+
+    lora_name: str = Field(min_length=1)
+    config_dict: dict[str, Any] = Field(description="PEFT's adapter_config.json")
+    serialized_tensors: str = Field(
+        description="PEFT's adapter_model.safetensors in base64: `base64.b64encode(safetensors.torch.save(tensors))`"
+    )
+    load_format: Literal["safetensors"] | None = None
+
+
+class SglangUnloadRequest(Request):
+    """Body of POST /unload_lora_adapter, SGLang's."""
+
+    lora_name: str = Field(min_length=1)
+    lora_id: str | None = Field(None, description="accepted and ignored")
+
+
+class VisibilityRequest(Request):
+    """Body of PATCH /v1/adapters/{name}."""
+
+    visibility: Literal["private", "shared", "public"]
+    shared_with: list[str] = Field([], max_length=256, description="with `shared`: the tenants who may use it")
+
+
+class RollbackRequest(Request):
+    """Body of POST /v1/adapters/{name}/rollback."""
+
+    version: int | Annotated[str, Field(min_length=1)] | None = Field(
+        None,
+        description="number, or at least 12 digits of the digest; default: the newest version with other content",
+    )
+    note: str = Field("", max_length=4096, description="kept in the history")

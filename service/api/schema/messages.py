@@ -19,8 +19,8 @@ from service.api.schema.requests import ChatRequest, Decoding, StopString
 from service.api.schema.responses import renamed
 from service.api.schema.tools import MAX_TOOLS, Name, Parameters
 from service.api.schema.unserved_fields import MESSAGE_FIELDS, MESSAGE_TOOL_FIELDS
-from service.api.threads import LONG_TEXT_CHARS
-from service.grammars.json_size import least_chars
+from service.fairness.thread_pool import LONG_TEXT_CHARS
+from service.grammars.json_schemas import least_chars
 
 # A chat's fields under the names that this API gives them.
 NAMES = {

@@ -19,7 +19,6 @@ from service.api.schema.tools import MAX_TOOLS, ToolChoice, ToolList, check_tool
 from service.api.schema.unserved_fields import (
     EMBEDDING_FIELDS,
     GENERATION_FIELDS,
-    LOAD_TENSORS_FIELDS,
     STREAM_FIELDS,
     TOKENIZE_FIELDS,
 )
@@ -381,62 +380,3 @@ class DetokenizeRequest(Request):
     tokens: Annotated[list[TokenId], FIRST, Field(max_length=MAX_DETOKENIZED)] = Field(
         description=f"token ids, up to {MAX_DETOKENIZED}"
     )
-
-
-class LoadLoraRequest(Request):
-    """Body of POST /v1/load_lora_adapter, vLLM's."""
-
-    lora_name: str = Field(min_length=1)
-    lora_path: str = Field(min_length=1, description="directory below the one the operator allowed")
-    load_inplace: bool = Field(False, description="replace an adapter of this name")
-    is_3d_lora_weight: Literal[False] | None = Field(None, description="3-D expert weights are not supported")
-
-
-class LoadInPlaceRequest(LoadLoraRequest):
-    """Body of POST /load_lora_adapter and /skyrl/v1/load_lora_adapter."""
-
-    load_inplace: Literal[True] = Field(True, description="always")
-
-
-class UnloadLoraRequest(Request):
-    """Body of POST /v1/unload_lora_adapter, vLLM's."""
-
-    lora_name: str = Field(min_length=1)
-    lora_int_id: int | None = Field(None, description="accepted and ignored")
-
-
-class LoadTensorsRequest(Request):
-    """Body of POST /load_lora_adapter_from_tensors, SGLang's, with safetensors in the place of a pickle."""
-
-    unserved = LOAD_TENSORS_FIELDS
-
-    lora_name: str = Field(min_length=1)
-    config_dict: dict[str, Any] = Field(description="PEFT's adapter_config.json")
-    serialized_tensors: str = Field(
-        description="PEFT's adapter_model.safetensors in base64: `base64.b64encode(safetensors.torch.save(tensors))`"
-    )
-    load_format: Literal["safetensors"] | None = None
-
-
-class SglangUnloadRequest(Request):
-    """Body of POST /unload_lora_adapter, SGLang's."""
-
-    lora_name: str = Field(min_length=1)
-    lora_id: str | None = Field(None, description="accepted and ignored")
-
-
-class VisibilityRequest(Request):
-    """Body of PATCH /v1/adapters/{name}."""
-
-    visibility: Literal["private", "shared", "public"]
-    shared_with: list[str] = Field([], max_length=256, description="with `shared`: the tenants who may use it")
-
-
-class RollbackRequest(Request):
-    """Body of POST /v1/adapters/{name}/rollback."""
-
-    version: int | Annotated[str, Field(min_length=1)] | None = Field(
-        None,
-        description="number, or at least 12 digits of the digest; default: the newest version with other content",
-    )
-    note: str = Field("", max_length=4096, description="kept in the history")

@@ -24,8 +24,8 @@ from service.api.schema.unserved_fields import (
     RESPONSE_TEXT_FIELDS,
     STREAM_FIELDS,
 )
-from service.api.threads import LONG_TEXT_CHARS
-from service.grammars.json_size import least_chars
+from service.fairness.thread_pool import LONG_TEXT_CHARS
+from service.grammars.json_schemas import least_chars
 
 _Texts = str | Annotated[list[TextPart], FIRST]
 # Required fields of each item type.

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag
 
 from service.api.schema.base import FIRST, Request, field_error, value_fault
 from service.api.schema.unserved_fields import TOOL_FIELDS
-from service.grammars.json_size import least_chars
+from service.grammars.json_schemas import least_chars
 
 # OpenAI's figure.
 MAX_TOOLS = 128

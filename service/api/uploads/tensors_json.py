@@ -15,8 +15,8 @@ from pydantic import ValidationError
 from adapters.store.store import Upload, UploadPart
 from service.api.errors import BadRequest, BodyTooLarge
 from service.api.http.json_body import check_counts, parsed
+from service.api.schema.control import LoadTensorsRequest
 from service.api.schema.error_messages import bad_request
-from service.api.schema.requests import LoadTensorsRequest
 from service.api.uploads.multipart import Sent
 
 # The most that may stand beside the tensors.

@@ -10,8 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from service.doctor.checks.examination import Examination, Skipped
-from service.doctor.report import Section
+from service.doctor.report import Examination, Section, Skipped
 from service.machine import memory_bytes, num_usable_cpus
 
 MIB = 2**20

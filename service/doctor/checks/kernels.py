@@ -161,8 +161,7 @@ def _decode_maps(num: int, blocks: int, block_size: int, is_ragged: bool, device
 
 def _served(host: StepHost) -> tuple[Platform, ProbeShapes]:
     """The device made ready, with the implementations that the probe lets serve there; the model's sizes."""
-    from kernels.probe.choose import with_reports
-    from kernels.probe.isolated import probe_apart
+    from kernels.probe.isolated import probe_apart, with_reports
     from service.engine.startup.build import decide, shapes_to_probe
 
     prepare(host.device)

@@ -39,9 +39,9 @@ _MAX_SAID_CHARACTERS = 300
 
 def environment(host: StepHost) -> None:
     """Versions, variables, the device and the known problems, as the doctor has them; what the vendor's tool says."""
-    from service.doctor.checks.examination import Examination
     from service.doctor.checks.hardware import look_at_device
     from service.doctor.checks.software import look_at_environment, look_at_versions
+    from service.doctor.report import Examination
     from service.settings import load_settings
 
     host.facts(device=host.device)

@@ -9,8 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from service.doctor.checks.examination import Examination, Skipped
-from service.doctor.report import Section
+from service.doctor.report import Examination, Section, Skipped
 from service.settings import BUNDLED_MODEL_DIR
 
 if TYPE_CHECKING:
@@ -25,10 +24,9 @@ _MOST_FAULTS = 20
 def look_at_model(examination: Examination) -> Section:
     """The model directory, and whether its weights fit the device."""
     from service.engine.startup.build import decide, shapes_to_probe
-    from service.models.errors import ModelError
     from service.models.families import model_spec
     from service.models.layouts import weight_files
-    from service.models.spec.config_json import read_config
+    from service.models.spec.config_json import ModelError, read_config
 
     settings = examination.settings
     section = Section("model", "Model")
@@ -146,8 +144,7 @@ def look_at_store(examination: Examination) -> Section:
 def _compare_tensors(section: Section, model_dir: Path, spec: ModelSpec) -> bool:
     """Finds every tensor that is missing, misshapen or not used; none is read. Returns whether the model can be loaded.
     Raises ModelError."""
-    from service.models.checkpoint.checkpoint import open_checkpoint
-    from service.models.checkpoint.tensors import compare
+    from service.models.checkpoint.checkpoint import compare, open_checkpoint
 
     with open_checkpoint(model_dir) as checkpoint:
         found = compare(spec, checkpoint)

@@ -6,16 +6,15 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from service.doctor.checks.examination import Examination, Skipped, fault_of
+from service import server_version
 from service.doctor.checks.hardware import look_at_device, look_at_ops, measure_bandwidth
 from service.doctor.checks.model import look_at_model, look_at_store, time_adapter
 from service.doctor.checks.software import look_at_environment, look_at_versions
 from service.doctor.checks.step_process import StepFailed, StepHost
-from service.doctor.report import Report, Section
-from service.models.errors import ModelError
+from service.doctor.report import Examination, Report, Section, Skipped, fault_of
 from service.models.gguf_directory import model_directory
+from service.models.spec.config_json import ModelError
 from service.settings import SettingsError, load_settings
-from service.version import server_version
 
 # Name and title of each section, in the order of the report; what is shown while it is at work.
 _PARTS: tuple[tuple[str, str, str, Callable[[Examination], Section]], ...] = (

@@ -8,12 +8,11 @@ import platform
 import re
 from typing import Any
 
-from service.doctor.checks.examination import Examination
+from service import server_version
 from service.doctor.checks.host import read_host
 from service.doctor.checks.known import compiler_facts, known_problems
-from service.doctor.report import Section
+from service.doctor.report import Examination, Section
 from service.settings import Settings
-from service.version import server_version
 
 _AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 _PREFIXES = ("ASCEND_", "TRITON_", "HCCL_", "CUDA_", "NVIDIA_", "OMP_", "MKL_", "KMP_", "MULTILORA_")

@@ -19,9 +19,8 @@ from collections.abc import Callable, Mapping
 
 from kernels.child_process import child_environment
 from service.engine.ipc.config import EngineOptions
-from service.engine.ipc.link import ASLEEP, EngineLink
+from service.engine.ipc.link import ASLEEP, EngineDied, EngineLink
 from service.engine.ipc.messages import Drain, EngineStatus, Tier
-from service.engine.ipc.token_streams import EngineDied
 from service.engine.ipc.wire import Outbox, frame, read_from_engine
 
 log = logging.getLogger(__name__)

@@ -34,7 +34,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     side_bytes                  what adapters have on the device beside rows, allocated once: magnitudes, biases, norms,
                                 embeddings and heads of their own; 0: those that have such are refused
     host_tier_bytes             adapters held in host memory, ready for the device
-    num_threads                 threads of one matrix product; None: see `service.engine.startup.cpu_threads`
+    num_threads                 threads of one matrix product; None: see `service.engine.process`
     max_steps_waiting_for_rows  after so many steps in which it was passed over, the oldest request that waits for rows
                                 reserves them before newer ones, see `row_reservations.py`
     max_loads_ahead             requests' adapters that are read from disk, or wait in host memory for rows, at the

@@ -11,8 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from kernels.sampling.parameters import Parameters
-from kernels.sampling.scored_token import ScoredToken
+from kernels.sampling.parameters import Parameters, ScoredToken
 
 # Bounds of a tenant's weight, in `Submit`.
 MIN_WEIGHT, MAX_WEIGHT = 0.01, 100.0

@@ -6,7 +6,7 @@ not read, does not count, and is copied to the device in the next step. Without 
 hint, or because an operator pinned it. A hint evicts no rows and is read when no request's adapter is: each upload is
 one, and a burst of uploads must not evict or delay adapters in demand.
 
-`residency.py` knows where adapters are, `demand.py` their users, and `pins.py` the operator's pins. This module holds
+`residency.py` knows where adapters are, `demand.py` their users and the operator's pins. This module holds
 the hints, and the errors of reads that failed.
 
 Cost per step: a queue look-up, and a few dictionary look-ups per waiting request.
@@ -23,9 +23,8 @@ from adapters.errors import AdapterError, NotFound, RowsExceeded, Unsupported
 from adapters.memory.slab import ScoreHead
 from adapters.sums import parts_of
 from service.engine.ipc.messages import Loads, Tier
-from service.engine.loras.demand import AdapterUsers, Wanted
+from service.engine.loras.demand import AdapterUsers, OperatorPins, Wanted
 from service.engine.loras.interfaces import HostSource, Loader, Rows
-from service.engine.loras.pins import OperatorPins
 from service.engine.loras.residency import AdapterState, ReadEnd, Residency
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -195,3 +195,42 @@ def unreplayable_ops(device: torch.device, unused: Collection[str] = ()) -> Sequ
     can_update = platform.device == "npu"  # where nothing but decode steps is captured
     contracts = {op: contract(op, device, DECODE_REGIMES if can_update else None) for op in ops}
     return [op for op, one in contracts.items() if not one.replayable and not (can_update and one.updates)]
+
+
+class CudaGraph:
+    """See `captured_steps.Graph`."""
+
+    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
+        self._graph = graph
+
+    def update(self, batch: StepBatch) -> None:
+        """Kernels read all from the batch's tensors."""
+
+    def replay(self) -> None:
+        self._graph.replay()
+
+
+class CudaGraphs:
+    """Graphs of one device. All share one pool of memory: only one of them runs at a time, in the order of the steps,
+    and nothing of a step is read after the next has begun but its logits, which lie outside."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+        # cuBLAS makes its handle and its workspace at first use, which a capture does not allow.
+        with torch.cuda.stream(self._stream):
+            small = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
+            torch.mm(small, small)
+        torch.cuda.synchronize(device)
+
+    def capture(self, work: Callable[[], None]) -> CudaGraph:
+        """See `captured_steps.Graphs`. The thread that reads adapters may use the device meanwhile."""
+        graph = torch.cuda.CUDAGraph()
+        # The outer context brings the stream of the steps back even where the end of a capture raises.
+        with (
+            torch.cuda.stream(self._stream),
+            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+        ):
+            work()
+        return CudaGraph(graph)

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from kernels.lora_window.window_lengths import LENGTHS, window_for, window_lengths
+from kernels.lora_window.ops import LENGTHS, window_for, window_lengths
 from kernels.platform import FEW_TOKENS
 
 # Decode steps are small and must fit closely; from 128 tokens on, chunks of prompts are among them.

@@ -17,10 +17,9 @@ from kernels.platform import Platform, contract
 from kernels.row_scatter import ops as row_scatter_ops
 from kernels.sampling import ops as sampling_ops
 from service.engine.ipc.config import EngineConfig, has_prefix_cache
-from service.engine.model.cuda_graphs import CudaGraphs
-from service.engine.model.graphs import HIDDEN, CapturedSteps, Graphs, unreplayable_ops
+from service.engine.model.graphs import HIDDEN, CapturedSteps, CudaGraphs, Graphs, unreplayable_ops
 from service.engine.model.padding import Padding, StepSizes, from_python_on_npu, padded_tokens
-from service.models.errors import ModelError
+from service.models.spec.config_json import ModelError
 from service.models.step_batch import StepBatch
 
 log = logging.getLogger(__name__)

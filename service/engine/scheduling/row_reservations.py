@@ -24,8 +24,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from service.engine.loras.prefetch import AdapterLoads
-from service.engine.scheduling.fair_queue import FairQueue
-from service.engine.scheduling.tenant_queue import TenantFlows, age
+from service.engine.scheduling.fair_queue import FairQueue, TenantFlows, age
 from service.engine.sequences.sequence import Sequence
 
 

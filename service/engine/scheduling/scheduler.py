@@ -32,16 +32,14 @@ from itertools import accumulate, pairwise
 from typing import Literal
 
 from service.engine.loras.prefetch import AdapterLoads
-from service.engine.scheduling.fair_queue import FairQueue
+from service.engine.scheduling.fair_queue import FairQueue, Flow, age
 from service.engine.scheduling.kv_blocks import BlockPool
 from service.engine.scheduling.prefix_cache import PrefixCache
 from service.engine.scheduling.row_reservations import RowReservations
 from service.engine.scheduling.state_lines import StateLines
-from service.engine.scheduling.step_tokens import StepTokens
-from service.engine.scheduling.tenant_queue import Flow, age
 from service.engine.scheduling.version_moves import VersionMoves, set_adapter
 from service.engine.sequences.grammar_budget import GrammarBudget
-from service.engine.sequences.sequence import ScheduledChunk, Sequence
+from service.engine.sequences.sequence import ScheduledChunk, Sequence, StepTokens
 from service.engine.sequences.slots import Slots
 
 

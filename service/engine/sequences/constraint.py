@@ -1,7 +1,7 @@
 """Constraints on the next token of one sequence: its grammar, and its request's own lists of tokens.
 
 A sequence's matcher belongs to one thread at a time: to the mask thread between `begin` and `wait` of
-`step_masks.StepMasks`, to the engine's own otherwise.
+`grammar_sequences.StepMasks`, to the engine's own otherwise.
 """
 
 from __future__ import annotations

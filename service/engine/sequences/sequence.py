@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from kernels.sampling.scored_token import ScoredToken
+from kernels.sampling.parameters import ScoredToken
 from service.engine.ipc.messages import Loads, Submit, Tier
 
 NEVER = 2**62  # a number of tokens that no sequence reaches
@@ -32,7 +32,7 @@ class Sequence:
     num_computed   tokens whose keys, values and conv state are in the caches, or will be when the launched steps have
                    run; 0 after a preemption
     seed           of its random stream, drawn by the engine where the request names none
-    parameters     of its sampling, `kernels.sampling.parameter_rows.row_of`
+    parameters     of its sampling, `kernels.sampling.maps.row_of`
     stop_ids       tokens that end it (stop_token_ids, and end-of-sequence unless ignored)
     has_begun      a chunk of it was scheduled since it joined
     slot           of a running sequence, which so holds blocks and a pin too; 0 for a waiting one
@@ -165,3 +165,48 @@ def num_equal(one: list[int], other: list[int]) -> int:
     if one == other:
         return len(one)
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+class StepTokens:
+    """A step's budget of tokens, and of logits of prompt tokens. Tokens of a preempted sequence are not used again.
+
+    multiple  chunks that the budget cuts end at a multiple of so many tokens, if they reach one
+    """
+
+    def __init__(self, num_tokens: int, max_prompt_logits: int, multiple: int = 1) -> None:
+        self.num_left = num_tokens
+        self._multiple = multiple
+        self._prompt_logits_left = max_prompt_logits
+
+    def take(self, sequence: Sequence) -> ScheduledChunk | None:
+        """As many of the sequence's tokens as are left, with the logits that they must yield; None if none are."""
+        start, num_tokens = sequence.num_computed, min(self.num_left, sequence.num_to_compute)
+        adapter_start = sequence.request.adapter_start
+        if start < adapter_start:  # a chunk is the base's or the adapter's, since all its tokens are of one segment
+            num_tokens = min(num_tokens, adapter_start - start)
+        if sequence.cuts:
+            num_tokens = min(num_tokens, next((cut for cut in sequence.cuts if cut > start), NEVER) - start)
+        if num_tokens == self.num_left < sequence.num_to_compute:
+            more = (start + num_tokens) % self._multiple
+            num_tokens -= more if more < num_tokens else 0
+        if num_tokens <= 0:
+            return None
+        end = start + num_tokens
+        begins, held = not sequence.has_begun, (sequence.line, sequence.source_line, sequence.copied_block)
+        if not sequence.num_prompt_logprobs_missing:
+            samples = end == sequence.num_tokens
+            self.num_left -= num_tokens
+            return ScheduledChunk(sequence, start, num_tokens, int(samples), samples, begins, *held)
+        # The logits of token i tell of prompt token i + 1; entry 0 has no logprob and is there from the start.
+        first = sequence.num_prompt_logprobs
+        first_row = max(start, first - 1)
+        end = min(end, first_row + self._prompt_logits_left)
+        if end <= start:
+            return None
+        self.num_left -= end - start
+        num_logits = max(end - first_row, 0)
+        self._prompt_logits_left -= num_logits
+        num_prompt_logits = min(num_logits, sequence.num_prompt - first)
+        samples = end == sequence.num_tokens
+        logits = (end - start, num_logits, samples)
+        return ScheduledChunk(sequence, start, *logits, begins, *held, first, num_prompt_logits)

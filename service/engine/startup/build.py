@@ -17,13 +17,12 @@ import torch
 
 from adapters.memory.host_tier import HostTier
 from adapters.memory.row_pool import RowPool
-from adapters.non_lora_plan import non_lora_unit_bytes
-from adapters.row_plan import EXPERTS_SHARE, row_bytes
+from adapters.row_plan import EXPERTS_SHARE, non_lora_unit_bytes, row_bytes
 from kernels.batch_invariant.mode import install_batch_invariance, refuse_fallbacks
 from kernels.compile_ahead import warm_up_ahead
-from kernels.lora.max_rank import MAX_KERNEL_RANK
+from kernels.lora import MAX_KERNEL_RANK
 from kernels.platform import Platform, detect, find_device, in_use, prepare
-from kernels.probe.choose import choose_implementations
+from kernels.probe.isolated import choose_implementations
 from kernels.probe.op_reports import OpReport
 from kernels.probe.probe_process import ProbeProcess
 from kernels.shapes import ProbeShapes
@@ -34,14 +33,15 @@ from service.engine.loras.interfaces import HostSource, Loader
 from service.engine.model.graphs import Graphs
 from service.engine.model.runner import ModelRunner
 from service.engine.startup.budgets import (
+    TRIAL_BLOCKS,
     Budgets,
     ModelSizes,
     budgets_behind_graphs,
     decide_budgets,
+    measure_graphs,
     sentences,
     shown,
 )
-from service.engine.startup.graph_memory import TRIAL_BLOCKS, measure_graphs
 from service.engine.transient_thread import TransientThread
 from service.grammars.matching import GrammarError, TokenTable
 from service.machine import memory_bytes

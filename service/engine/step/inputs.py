@@ -20,16 +20,14 @@ import numpy as np
 import torch
 
 from kernels.arrays import HostArray, Layout, by_name, in_host, in_nothing, in_tensor, number_dtype
-from kernels.attention_maps import AttentionArrays
+from kernels.attention_maps import AttentionArrays, QueryStarts
 from kernels.lora.maps import LoraArrays, LoraMaps, Segment
 from kernels.lora.non_lora import NonLoraArrays, NonLoraLines
-from kernels.query_starts import QueryStarts
 from kernels.sampling.maps import SamplingFacts
 from kernels.sampling.sampling_request import Asked
 from service.engine.model.padding import TOKEN_SIZES, StepSizes
 from service.engine.step import maps
-from service.engine.step.arrays import AdapterArrays, InputLimits, SamplerArrays, StepArrays, step_arrays
-from service.engine.step.maps import ChunkInput
+from service.engine.step.maps import AdapterArrays, ChunkInput, InputLimits, SamplerArrays, StepArrays, step_arrays
 from service.models.step_batch import AttentionMaps, ConvArrays, ConvMaps, StepBatch, TokenArrays
 
 

@@ -12,30 +12,28 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.lora_window.window_lengths import window_for
-from kernels.sampling.maps import SamplingMaps
+from kernels.lora_window.ops import window_for
+from kernels.sampling.maps import SamplingMaps, uses_penalties
 from kernels.sampling.ops import new_state, sample
-from kernels.sampling.parameter_rows import uses_penalties
 from service.engine.ipc.config import EngineConfig
 from service.engine.loras.interfaces import Rows
 from service.engine.model.padding import StepSizes, padded_tokens
 from service.engine.model.runner import Runner
 from service.engine.scheduling.kv_blocks import BlockPool
 from service.engine.sequences.sequence import ScheduledChunk
-from service.engine.step.arrays import InputLimits, SamplerArrays
 from service.engine.step.inputs import RequestTable, StepInputs
 from service.engine.step.maps import (
     BASE,
     IN_FLIGHT,
     ChunkInput,
+    InputLimits,
+    SamplerArrays,
     adapter_order,
     has_rows,
     is_all_decode,
     non_lora_lines,
 )
-from service.engine.step.outputs import StepSampling, sampling_of
-from service.engine.step.pooling import PooledStep, Pools
-from service.engine.step.results import ResultBuffers, StepResult
+from service.engine.step.outputs import PooledStep, Pools, ResultBuffers, StepResult, StepSampling, sampling_of
 from service.models.step_batch import StepBatch
 
 # In one step: a burst of many new adapters is spread over some. Each takes 0.3 ms of the host in a pool of a thousand.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,9 +20,9 @@ from kernels.linear.quantised import Quantised, dequantise
 from service.models.checkpoint import quantised
 from service.models.checkpoint.gguf_checkpoint import GgufCheckpoint
 from service.models.checkpoint.quantised import EXPERT_SUFFIXES, FLOATS, Header, Sizes
-from service.models.errors import ModelError
 from service.models.gguf_file import LINK
-from service.models.spec.config_json import read_config
+from service.models.spec.config_json import ModelError, read_config
+from service.models.spec.model_spec import ModelSpec
 from service.models.spec.quantisation import Quantisation, quantisation_of
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -269,3 +270,47 @@ def _file_names(model_dir: Path) -> list[str]:
     if outside:
         raise ModelError(f"{_INDEX} names {outside[0]}, which is not a file of {model_dir} itself")
     return file_names
+
+
+# Rotary frequencies, which some exports carry and nobody needs: they follow from the config. Scales of a cache in 8
+# bits and of rounded activations: neither is rounded here.
+_REDUNDANT = ("rotary_emb.inv_freq", ".k_scale", ".v_scale", ".q_scale", ".output_scale")
+_MOST_NAMES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """
+    faults      one sentence for each tensor that is missing, misshapen or of a dtype that is not served
+    unexpected  tensors that the model does not use
+    not_served  beginnings of the names of what the model knows and leaves, a vision tower's say
+    """
+
+    faults: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    not_served: tuple[str, ...]
+
+    @property
+    def warning(self) -> str | None:
+        """A sentence on the unexpected tensors; None where there are none."""
+        if not self.unexpected:
+            return None
+        more = len(self.unexpected) - _MOST_NAMES
+        names = ", ".join(self.unexpected[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+        return f"the model does not use these tensors of the checkpoint: {names}"
+
+
+def compare(spec: ModelSpec, checkpoint: TensorSource) -> Comparison:
+    """Faults of the checkpoint's tensors, of every kind, found before any is read."""
+    shapes = spec.tensors(checkpoint)
+    faults = (checkpoint.fault(name, shape) for name, shape in shapes.items())
+    others = [
+        name
+        for name in checkpoint.others(shapes)
+        if not name.endswith(_REDUNDANT) and not name.startswith(spec.redundant)
+    ]
+    return Comparison(
+        faults=tuple(fault for fault in faults if fault is not None),
+        unexpected=tuple(name for name in others if not name.startswith(spec.unused)),
+        not_served=tuple(prefix for prefix in spec.unused if any(name.startswith(prefix) for name in others)),
+    )

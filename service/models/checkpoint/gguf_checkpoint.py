@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from kernels.linear.quantised import Quantised, dequantise, pack_nibbles
-from service.models.errors import ModelError
 from service.models.gguf_file import TYPES, Place, read_gguf
+from service.models.spec.config_json import ModelError
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _WHOLE = {

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels.linear.quantised import E2M1, Quantised, in_flat_blocks, pack_nibbles
-from service.models.errors import ModelError
+from service.models.spec.config_json import ModelError
 from service.models.spec.quantisation import Quantisation
 
 FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from service.models.errors import ModelError
 from service.models.families import (
     gemma,
     gemma4,
@@ -20,14 +19,12 @@ from service.models.families import (
     llama,
     mistral,
     olmo3,
-    phi3,
     qwen2,
     qwen3,
     qwen3_5,
-    smollm3,
 )
 from service.models.gguf_file import GgufFile
-from service.models.spec.config_json import check_kinds
+from service.models.spec.config_json import ModelError, check_kinds
 from service.models.spec.model_spec import ModelSpec
 from service.models.spec.quantisation import quantisation_of
 
@@ -39,10 +36,10 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], ModelSpec]] = MappingProxyT
         "qwen3": qwen3.read,
         "qwen3_moe": qwen3.read_moe,
         "lfm2": lfm2.read,
-        "phi3": phi3.read,
+        "phi3": llama.read_phi3,
         "gemma2": gemma.read,
         "gemma3_text": gemma.read_3,
-        "smollm3": smollm3.read,
+        "smollm3": llama.read_smollm3,
         "olmo3": olmo3.read,
         "granite": granite.read,
         "granitemoehybrid": granite.read_hybrid,

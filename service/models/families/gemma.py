@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from service.models.errors import ModelError
 from service.models.families import whole
 from service.models.spec.config_json import (
     Config,
+    ModelError,
     attention_sizes,
     check_activation,
     completed,

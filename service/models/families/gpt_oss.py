@@ -3,9 +3,9 @@ gate, stored column by column."""
 
 from __future__ import annotations
 
-from service.models.errors import ModelError
 from service.models.spec.config_json import (
     Config,
+    ModelError,
     attention_sizes,
     check_activation,
     completed,

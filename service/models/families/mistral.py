@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from service.models.errors import ModelError
 from service.models.families import llama, whole
 from service.models.spec.config_json import (
     Config,
+    ModelError,
     attention_sizes,
     check_activation,
     completed,

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from service.models.errors import ModelError
-from service.models.spec.config_json import Config
+from service.models.spec.config_json import Config, ModelError
 from service.models.spec.model_spec import ModelSpec
 
 PREFIX = "model.language_model."

@@ -10,7 +10,7 @@ import torch
 
 from kernels.paged_attention import cache_layout
 from kernels.platform import in_use
-from service.models.spec.layer_parts import MixerState
+from service.models.spec.mixer_specs import MixerState
 from service.models.spec.model_spec import AttentionSpec, ModelSpec
 
 

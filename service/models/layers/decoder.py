@@ -9,7 +9,7 @@ from kernels.linear import ops as linear_ops
 from kernels.lora import ops as lora_ops
 from kernels.lora.maps import LoraMaps
 from kernels.lora_window import ops as window_ops
-from kernels.lora_window.window_lengths import window_lengths
+from kernels.lora_window.ops import window_lengths
 from kernels.platform import in_use
 from service.models.layers.caches import Caches
 from service.models.layers.decoder_layer import AllLayerInputs, DecoderLayer, build_layer

@@ -10,9 +10,8 @@ from torch.nn import functional
 from kernels.lora.maps import LoraMaps
 from service.models.layers.caches import LayerCache
 from service.models.layers.feed_forward import FeedForwardLayer, build_feed_forward
-from service.models.layers.head_norms import HeadNorm
 from service.models.layers.mixers import Attention, GatedDeltaNet, Mamba2, RmsNorm, ShortConv
-from service.models.layers.rope import Rotation
+from service.models.layers.rope import HeadNorm, Rotation
 from service.models.layers.weights import Weights
 from service.models.spec.model_spec import GatedDeltaSpec, LayerInputs, Mamba2Spec, Mixer, ModelSpec, ShortConvSpec
 from service.models.step_batch import StepBatch

@@ -13,8 +13,7 @@ from torch.nn import functional
 from kernels.causal_conv1d import ops as causal_conv1d_ops
 from kernels.causal_conv1d.ops import causal_conv1d_prefill, causal_conv1d_update
 from kernels.gated_delta import ops as gated_delta_ops
-from kernels.gated_delta.ops import gated_delta_decode, gated_delta_prefill
-from kernels.gated_delta.parts import gated_norm
+from kernels.gated_delta.ops import gated_delta_decode, gated_delta_prefill, gated_norm
 from kernels.lora.maps import LoraMaps
 from kernels.lora.non_lora import own_norm
 from kernels.mamba2.ops import mamba2_decode, mamba2_prefill
@@ -27,9 +26,8 @@ from kernels.rotary_kv import ops as rotary_kv_ops
 from kernels.rotary_kv.ops import rotary_kv
 from kernels.rotary_kv.reference import rotated
 from service.models.layers.caches import ConvStates, DeltaStates, KvCache
-from service.models.layers.head_norms import HeadNorms
 from service.models.layers.projection import RowSource, side_of
-from service.models.layers.rope import Rotation
+from service.models.layers.rope import HeadNorms, Rotation
 from service.models.layers.weights import Weights
 from service.models.spec.model_spec import AttentionSpec, GatedDeltaSpec, Mamba2Spec, ModelSpec, ShortConvSpec
 from service.models.step_batch import StepBatch

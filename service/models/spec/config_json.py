@@ -11,7 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from service.models.errors import ModelError
+
+class ModelError(ValueError):
+    """The base model cannot be served; the message is one sentence that names what is wrong with it."""
+
 
 Config = Mapping[str, Any]
 

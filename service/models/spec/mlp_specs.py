@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kernels.activation import Activation
-from service.models.spec.layer_parts import Linear, Shapes, named, split_input
+from service.models.spec.mixer_specs import Linear, Shapes, named, split_input
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,15 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import dataclass
 
-from service.models.spec.layer_parts import Linear, Shapes
-from service.models.spec.mixer_specs import AttentionSpec, GatedDeltaSpec, Mamba2Spec, Mixer, ShortConvSpec
+from service.models.spec.mixer_specs import (
+    AttentionSpec,
+    GatedDeltaSpec,
+    Linear,
+    Mamba2Spec,
+    Mixer,
+    Shapes,
+    ShortConvSpec,
+)
 from service.models.spec.mlp_specs import FeedForward, MlpSpec, MoeSpec, StreamSpec
 from service.models.spec.rope_facts import RopeFacts
 

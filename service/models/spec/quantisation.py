@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from service.models.errors import ModelError
+from service.models.spec.config_json import ModelError
 
 METHODS = (
     "fp8",

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from service.models.errors import ModelError
-from service.models.spec.config_json import is_positive_number
+from service.models.spec.config_json import ModelError, is_positive_number
 
 RopeKind = Literal["none", "default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional"]
 # Kinds that config.json may name, with their fields; "none" is ours, for layers without positions.

@@ -8,7 +8,7 @@ import string
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from service.text.calls import hermes, lfm2, llama3, mistral, qwen3_coder, xml_spelling
+from service.text.calls import hermes, lfm2, llama3, mistral, qwen3_coder
 from service.text.calls.call_parser import CallParser, Tools
 
 
@@ -39,8 +39,8 @@ def _holds(*marks: str) -> Callable[[str], bool]:
 
 def _holds_parameters(source: str) -> bool:
     """`<parameter=` somewhere behind the first `<function=`."""
-    at = source.find(xml_spelling.FUNCTION)
-    return at >= 0 and source.find(xml_spelling.PARAMETER, at) >= 0
+    at = source.find(qwen3_coder.FUNCTION)
+    return at >= 0 and source.find(qwen3_coder.PARAMETER, at) >= 0
 
 
 def _nine_alphanumerics() -> str:
@@ -62,13 +62,13 @@ _FORMATS = (
     CallFormat(
         "qwen3_coder",
         _holds_parameters,
-        (xml_spelling.START, xml_spelling.END),
+        (qwen3_coder.START, qwen3_coder.END),
         qwen3_coder.Qwen3CoderParser,
     ),
     # Not what others write between the same marks.
     CallFormat(
         "hermes",
-        lambda source: hermes.START in source and xml_spelling.FUNCTION not in source,
+        lambda source: hermes.START in source and qwen3_coder.FUNCTION not in source,
         (hermes.START, hermes.END),
         hermes.HermesParser,
     ),

@@ -7,13 +7,66 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 
-from service.text.calls import xml_spelling as xml
 from service.text.calls.call import Arguments, Begun, Call, Found
 from service.text.calls.call_parser import BlankScanner, CallParser, Tools, find_mark, num_of_mark
 from service.text.calls.feeds import MAX_HEAD_CHARS, Feed
 from service.text.calls.hermes import JsonScanner, json_calls, json_feed
-from service.text.calls.value_kinds import Kinds, Listed
+from service.text.calls.json_reader import PYTHON_WORDS
+from service.text.calls.json_text import kind_of
+from service.text.calls.pythonic import python_value
+from service.text.calls.value_kinds import Kinds, Listed, is_listed
+
+START, END = "<tool_call>", "</tool_call>"
+FUNCTION, END_OF_FUNCTION = "<function=", "</function>"
+PARAMETER, END_OF_PARAMETER = "<parameter=", "</parameter>"
+NAMED = re.compile(r"\s*<function=\s*(?P<name>[^>\s]+)\s*>\s*")
+# With what follows the name of a call.
+OPENING = re.compile(rf"{NAMED.pattern}(?={PARAMETER}|{END_OF_FUNCTION})")
+PARAMETER_HEAD = re.compile(r"\s*<parameter=(?P<key>[^>\n]+)>")
+CLOSING = re.compile(r"\s*</function>\s*")
+# Words that models write for null, true and false.
+_WORDS = {"null": "null", "none": "null", "true": "true", "false": "false"}
+
+
+def json_of_value(text: str, kinds: frozenset[str], listed: Listed = ()) -> str:
+    """A parameter's text as JSON: a listed value, or a value of the allowed kinds in JSON's spelling or Python's; else
+    the text itself.
+
+    kinds   JSON schema's names of them; empty: any
+    listed  those that the schema lists
+    """
+    as_text = json.dumps(text, ensure_ascii=False)
+    if kinds == {"string"} and not listed:
+        return as_text
+    value = text.strip()
+    spelt = [one for one in _spellings(value, kinds) if one is not None]
+    for one in (*spelt, json.dumps(value, ensure_ascii=False)) if listed else ():
+        if is_listed(json.loads(one), listed):
+            return one
+    if kinds == {"string"}:
+        return as_text
+    for one in spelt:
+        kind = kind_of(one)
+        if not kinds or kind in kinds:
+            return one
+    # A value of none of the allowed kinds stays as it is.
+    plain = next((one for one in spelt if kind_of(one) is not None), None)
+    return as_text if plain is None or "string" in kinds else plain
+
+
+def _spellings(value: str, kinds: frozenset[str]) -> Iterator[str | None]:
+    """The values that a text may be, as JSON; None for one that it is not."""
+    yield value if kind_of(value) is not None else None
+    word = _WORDS.get(value.lower())
+    yield word if word is not None and (kinds or value in PYTHON_WORDS) else None
+    read = python_value(value)
+    # A word by itself or a text is Python's only where the schema says so.
+    yield read if value[:1] in "[{(" or kinds else None
+    if value[:1] in "\"'" and read is not None and "string" not in kinds:  # a value inside of quotes
+        inner = json.loads(read).strip()
+        yield inner if kind_of(inner) is not None else python_value(inner)
 
 
 class Qwen3CoderParser(CallParser):
@@ -24,37 +77,35 @@ class Qwen3CoderParser(CallParser):
     def _find_start(self, held: str) -> tuple[int, bool]:
         if self._is_bare:  # the second mark behind a call that has no first one is nobody's
             rest = held.lstrip()
-            if xml.END.startswith(rest[: len(xml.END)]):
-                return len(held) - len(rest), rest.startswith(xml.END)
+            if END.startswith(rest[: len(END)]):
+                return len(held) - len(rest), rest.startswith(END)
             self._is_bare = False
-        return min(
-            (find_mark(held, mark) for mark in (xml.START, xml.FUNCTION)), key=lambda found: (found[0], not found[1])
-        )
+        return min((find_mark(held, mark) for mark in (START, FUNCTION)), key=lambda found: (found[0], not found[1]))
 
     def _enter(self) -> None:
-        self._is_bare = self._held.startswith(xml.FUNCTION)
-        self._blanks = BlankScanner(0 if self._is_bare else len(xml.START))
+        self._is_bare = self._held.startswith(FUNCTION)
+        self._blanks = BlankScanner(0 if self._is_bare else len(START))
         self._scanner: _XmlScanner | JsonScanner | None = None
 
     def _find_end(self, held: str) -> int | None:
-        if held.startswith(xml.END):
-            return len(xml.END)
+        if held.startswith(END):
+            return len(END)
         if self._scanner is None:
             start = self._blanks.end(held)
             if start is None:
                 return None
-            mark = xml.END_OF_FUNCTION if self._is_bare else xml.END
+            mark = END_OF_FUNCTION if self._is_bare else END
             self._scanner = JsonScanner(start) if held[start] in "{[" else _XmlScanner(mark)
         return self._scanner.end(held)
 
     def _make_feed(self) -> Feed | None:
-        start = None if self._held.startswith(xml.END) else self._blanks.end(self._held)
+        start = None if self._held.startswith(END) else self._blanks.end(self._held)
         if start is None:
             return None
         return json_feed(self._tools) if self._held[start] in "{[" else XmlFeed(self._tools, is_bare=self._is_bare)
 
     def _calls(self, text: str, *, is_cut: bool) -> list[Call] | None:
-        return [] if text == xml.END else json_calls(text, is_cut=is_cut) if text.startswith(xml.START) else None
+        return [] if text == END else json_calls(text, is_cut=is_cut) if text.startswith(START) else None
 
 
 class _XmlScanner:
@@ -62,27 +113,27 @@ class _XmlScanner:
 
     def __init__(self, mark: str) -> None:
         self._mark = mark
-        self._outside = re.compile(f"{re.escape(xml.PARAMETER)}|{re.escape(mark)}")
+        self._outside = re.compile(f"{re.escape(PARAMETER)}|{re.escape(mark)}")
         self._at, self._is_inside = 0, False
 
     def end(self, held: str) -> int | None:
         """Where the mark ends, None if it is not there yet. `held` is what it was, with more behind it."""
         while True:
             if self._is_inside:
-                start = held.find(xml.END_OF_PARAMETER, self._at)
-                end = start + len(xml.END_OF_PARAMETER)
+                start = held.find(END_OF_PARAMETER, self._at)
+                end = start + len(END_OF_PARAMETER)
             else:
                 match = self._outside.search(held, self._at)
                 start, end = match.span() if match is not None else (-1, 0)
                 if match is not None and match.group() == self._mark:
                     return end
             if start < 0:
-                self._at = max(self._at, len(held) - len(xml.END_OF_PARAMETER) + 1)
+                self._at = max(self._at, len(held) - len(END_OF_PARAMETER) + 1)
                 return None
             self._at, self._is_inside = end, not self._is_inside
 
 
-_NAMED = re.compile(rf"(?:{xml.START})?{xml.NAMED.pattern}")
+_NAMED = re.compile(rf"(?:{START})?{NAMED.pattern}")
 
 
 def _beginning(mark: str) -> str:
@@ -95,9 +146,9 @@ def _beginning(mark: str) -> str:
 
 # At the end of a text: what may end the last parameter of a call where its own mark is missing.
 _MAY_END = re.compile(
-    rf"\n?(?:{xml.END_OF_FUNCTION}\s{{0,64}}(?:{_beginning(xml.END)}\s{{0,64}})?|{_beginning(xml.END_OF_FUNCTION)})?\Z"
+    rf"\n?(?:{END_OF_FUNCTION}\s{{0,64}}(?:{_beginning(END)}\s{{0,64}})?|{_beginning(END_OF_FUNCTION)})?\Z"
 )
-_ENDS = re.compile(rf"\n?(?:{xml.END_OF_FUNCTION}\s*(?:{xml.END})?|{xml.END})\s*\Z")
+_ENDS = re.compile(rf"\n?(?:{END_OF_FUNCTION}\s*(?:{END})?|{END})\s*\Z")
 _NOTHING_LISTED: Listed = ()
 
 
@@ -105,7 +156,7 @@ class XmlFeed(Feed):
     """A parameter is given out when it is complete, and one that is a text by its schema as it is written."""
 
     def __init__(self, tools: Tools, *, is_bare: bool) -> None:
-        super().__init__(xml.END, _NAMED, tools)
+        super().__init__(END, _NAMED, tools)
         self._schemas, self._is_bare = tools, is_bare
         self._kinds_of = Kinds({})
         self._names: set[str] = set()
@@ -121,16 +172,16 @@ class XmlFeed(Feed):
         if not self._is_open:
             return self._begin(held)
         end = self._at + MAX_HEAD_CHARS
-        if (parameter := xml.PARAMETER_HEAD.match(held, self._at, end)) is not None:
+        if (parameter := PARAMETER_HEAD.match(held, self._at, end)) is not None:
             return self._enter(held, parameter.group("key").strip(), parameter.end())
-        if (closing := xml.CLOSING.match(held, self._at, end)) is not None:
+        if (closing := CLOSING.match(held, self._at, end)) is not None:
             self._at = closing.end()
             return [Arguments(self._close())]
         return None
 
     def _begin(self, held: str) -> list[Found] | None:
-        start = self._at if self._given or self._is_bare else len(xml.START)
-        opening = xml.OPENING.match(held, start, start + MAX_HEAD_CHARS)
+        start = self._at if self._given or self._is_bare else len(START)
+        opening = OPENING.match(held, start, start + MAX_HEAD_CHARS)
         if opening is None or (self._is_bare and opening["name"] not in self._tools):
             return None
         self._at, self._is_open, self._names = opening.end(), True, set()
@@ -147,13 +198,13 @@ class XmlFeed(Feed):
         return []
 
     def _value(self, held: str) -> list[Found] | None:
-        num_chars, is_whole = find_mark(held[self._scanned :], xml.END_OF_PARAMETER)
+        num_chars, is_whole = find_mark(held[self._scanned :], END_OF_PARAMETER)
         self._scanned += num_chars
         if is_whole:
             # The last line break belongs to the mark.
             end = self._scanned - (held[self._at : self._scanned].endswith("\n"))
             found = self._valued(held[self._at : end])
-            self._at = self._scanned + len(xml.END_OF_PARAMETER)
+            self._at = self._scanned + len(END_OF_PARAMETER)
             return found
         if not self._is_text:
             return None
@@ -169,7 +220,7 @@ class XmlFeed(Feed):
         if self._is_text:
             shown = self._member(json.dumps(value, ensure_ascii=False)[1:-1]) + '"'
         else:
-            shown = self._member(xml.json_of_value(value, self._kinds, self._listed))
+            shown = self._member(json_of_value(value, self._kinds, self._listed))
         self._names.add(self._key or "")
         self._key = None
         return [Arguments(shown)]
@@ -184,7 +235,7 @@ class XmlFeed(Feed):
             return [Arguments(self._close() if self._mark.startswith(written) else rest)]
         ends = None if is_cut else _ENDS.search(rest)
         if ends is None:
-            return [Arguments(self._part(rest[: len(rest) - num_of_mark(rest, xml.END_OF_PARAMETER)]))]
+            return [Arguments(self._part(rest[: len(rest) - num_of_mark(rest, END_OF_PARAMETER)]))]
         return [*self._valued(rest[: ends.start()]), Arguments(self._close())]
 
     def _part(self, value: str) -> str:

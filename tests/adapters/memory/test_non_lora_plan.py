@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from adapters.layout import Group
-from adapters.non_lora_plan import MAX_LINES, MAX_TABLES, non_lora_bytes_for, non_lora_unit_bytes, plan_non_lora
-from adapters.row_plan import plan_rows
+from adapters.row_plan import MAX_LINES, MAX_TABLES, non_lora_bytes_for, non_lora_unit_bytes, plan_non_lora, plan_rows
 from tests.support.adapter_files import small_layout
 
 SIZES = st.integers(1, 1 << 33)

@@ -225,7 +225,7 @@ def test_broken_shards_are_refused(store: AdapterStore, tmp_path: Path, kind: st
 
 
 def test_a_pickle_is_refused_with_the_command_that_converts_it(store: AdapterStore, tmp_path: Path) -> None:
-    """Of tensors that share memory too, as a tied head's weights do with the embedding's."""
+    """Tensors that share memory are converted too, as a tied head's weights do with the embedding's."""
     named = {f"base_model.model.{name}": torch.from_numpy(data) for name, data in TENSORS.items()}
     shared = torch.ones(4, 6)
     named |= {name: shared for name, tensor in named.items() if tensor.shape == shared.shape}

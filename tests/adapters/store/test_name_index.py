@@ -78,7 +78,7 @@ def test_pages_follow_one_another_and_filters_add_up(store: AdapterStore) -> Non
 
 
 def test_a_viewer_sees_what_it_may_under_the_names_that_it_gives(store: AdapterStore) -> None:
-    """Of each tenant's names one is its own, one is for all, and one is shared."""
+    """Each tenant has a name of its own, one for all, and one that is shared."""
     for at, owner in enumerate(("", "acme", "zeta")):
         prefix = f"{owner}/" if owner else ""
         for name, visibility in (("own", "private"), ("all", "public"), ("some", "shared")):

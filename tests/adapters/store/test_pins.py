@@ -10,8 +10,8 @@ import pytest
 
 from adapters.errors import Conflict, NotFound
 from adapters.row_plan import RowPlan, plan_rows, row_bytes
+from adapters.store.catalog import Pinned, refuse_excess
 from adapters.store.name_index import Query
-from adapters.store.pins import Pinned, refuse_excess
 from adapters.store.store import AdapterStore, StoreLimits
 from tests.support.adapter_files import put_version, small_layout, upload_small
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from adapters.errors import Conflict, QuotaExceeded
 from adapters.files.name_versions import NameRecord, Quota, Version, are_twins
-from adapters.store.quota_usage import QuotaUsage
+from adapters.store.name_index import QuotaUsage
 
 SIZES = {"a": 1, "b": 20, "c": 300, "d": 4000}
 NAMES = ("t/one", "t/ONE", "t/two", "t/three")

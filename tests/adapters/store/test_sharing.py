@@ -18,7 +18,7 @@ import pytest
 from adapters.errors import Conflict, NotFound, StoreBusy
 from adapters.files.disk import StoreFiles
 from adapters.files.name_versions import Change
-from adapters.store import housekeeping, shared_log
+from adapters.store import shared_log, transactions
 from adapters.store.name_index import Query
 from adapters.store.shared_log import SharedLog
 from adapters.store.store import AdapterStore, StoreLimits
@@ -220,8 +220,8 @@ def test_a_disk_that_refuses_signs_of_life_is_told_of_once(
             assert attempts.acquire(timeout=LIMIT_SECONDS)
 
     monkeypatch.setattr(SharedLog, "report_alive", say_on_that_disk)
-    monkeypatch.setattr(housekeeping, "SIGN_OF_LIFE_SECONDS", 0.001)
-    caplog.set_level(logging.INFO, logger=housekeeping.log.name)
+    monkeypatch.setattr(transactions, "SIGN_OF_LIFE_SECONDS", 0.001)
+    caplog.set_level(logging.INFO, logger=transactions.log.name)
     store = _open(root)
     for change in (is_full.set, is_full.clear):
         change()
@@ -229,7 +229,7 @@ def test_a_disk_that_refuses_signs_of_life_is_told_of_once(
             pass
         wait_for_attempts()
     store.close()
-    refused, again = (record for record in caplog.records if record.name == housekeeping.log.name)
+    refused, again = (record for record in caplog.records if record.name == transactions.log.name)
     assert "No space left on device" in refused.getMessage()
     assert refused.exc_info is None
     assert "again" in again.getMessage()

@@ -878,7 +878,7 @@ def test_an_upload_that_the_store_has_makes_no_other_wait_and_is_compared_anew_a
 def test_files_that_are_being_deleted_make_no_upload_wait(
     store: AdapterStore, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    """Of gigabytes that takes seconds, and names of all tenants are changed under one lock."""
+    """Deleting gigabytes takes seconds, and names of all tenants are changed under one lock."""
     digest = upload_small(store, LAYOUT, "mine", seed=1)[0].digest
     remove, entered, may_go_on = shutil.rmtree, threading.Event(), threading.Event()
 

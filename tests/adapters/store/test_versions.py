@@ -346,7 +346,7 @@ def test_a_quota_of_bytes_counts_each_content_once_and_what_is_kept(store: Adapt
 
 
 def test_a_quota_reads_no_manifest_after_a_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of thousands of names that took a second, in which nobody else's could change."""
+    """Reading those of thousands of names took a second, in which nobody else's could change."""
     with closing(opened(tmp_path)) as store:
         records = [put_version(store, LAYOUT, f"acme/a{index}", index, owner="acme")[0] for index in range(3)]
     num_bytes = sum(record.manifest.num_bytes for record in records)

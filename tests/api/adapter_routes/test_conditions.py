@@ -7,7 +7,7 @@ from fastapi import Request
 
 from adapters.errors import Stale
 from adapters.files.name_versions import NameRecord, Version, move
-from service.api.access.preconditions import condition_of
+from service.api.adapter_routes.adapters import condition_of
 from service.api.errors import BadRequest
 
 DIGEST = "0123456789abcdef" * 4

@@ -23,7 +23,7 @@ NUM_OTHERS = 12
 
 @pytest.fixture(scope="module")
 def settings(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Of a server with one engine that has rows for eight adapters of rank 4 at a time, of thirteen."""
+    """A server with one engine that has rows for eight adapters of rank 4 at a time, of thirteen."""
     preloaded = tmp_path_factory.mktemp("preloaded")
     for seed in range(NUM_OTHERS + 1):
         name = f"other-{seed}" if seed < NUM_OTHERS else "kept"
@@ -170,7 +170,7 @@ def test_the_next_engine_and_the_next_server_have_it_before_anybody_asks(
 
 
 def test_a_sum_may_have_all_rows_and_no_more(small_server: Server) -> None:
-    """Of eight adapters, pinned or not, in the place of all others; with weights of its own each is another one."""
+    """A sum of eight adapters, pinned or not, takes the place of all others; with other weights it is another one."""
     others = [{"name": f"other-{at}", "weight": 0.5} for at in range(8)]
     body = {"prompt": "the", "max_tokens": 1}
     for weight in (0.5, 0.25):

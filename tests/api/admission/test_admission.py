@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from adapters.files.name_versions import NameRecord, Version
-from kernels.sampling.scored_token import ScoredToken
+from kernels.sampling.parameters import ScoredToken
 from service.api.admission import pipeline
 from service.api.admission.model_resolution import Part, ResolvedModel, resolve
 from service.api.admission.pipeline import admit, reserve

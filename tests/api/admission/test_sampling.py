@@ -12,7 +12,7 @@ import msgspec
 import pytest
 from pydantic import ValidationError
 
-from kernels.sampling.parameter_rows import row_of
+from kernels.sampling.maps import row_of
 from kernels.sampling.parameters import PARAMETERS, Parameter
 from kernels.sampling.sampling_request import Asked, RowSampling, ask
 from service.api.admission.sampling import NEUTRAL, TokenLists, build_sampling, model_defaults, token_lists

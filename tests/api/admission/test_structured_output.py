@@ -139,7 +139,7 @@ def test_the_clients_stream_gives_an_object(client: openai.OpenAI) -> None:
 
 
 def test_json_object_is_an_object(server: Server) -> None:
-    """Of a model of random weights few end: the others are the beginning of one."""
+    """A model of random weights ends few of them: the others are the beginning of one."""
     bias = {str(token): 8 for token in _tokens(server, "{}")}
     body = {"prompt": "the", "response_format": {"type": "json_object"}, "max_tokens": 60, "n": 8, "seed": 1}
     choices = server.post("/v1/completions", json={**body, "logit_bias": bias}).json()["choices"]

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 
-from kernels.sampling.scored_token import ScoredToken
+from kernels.sampling.parameters import ScoredToken
 from service.api.errors import EngineFailed
 from service.api.generation import stream
 from service.api.generation.job import GenerationJob

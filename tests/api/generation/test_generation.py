@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import pytest
 
-from kernels.sampling.scored_token import ScoredToken
+from kernels.sampling.parameters import ScoredToken
 from service.api.admission.model_resolution import Part, ResolvedModel
 from service.api.admission.pipeline import Admitted, PlannedSequence
 from service.api.admission.prompts import Prompt
@@ -29,9 +29,8 @@ from service.api.schema.requests import ChatRequest, CompletionRequest
 from service.api.state import Services
 from service.cluster.engines import Engines
 from service.engine.ipc.client import EngineClient
-from service.engine.ipc.link import EngineLink
+from service.engine.ipc.link import EngineDied, EngineLink, NeverSent, TokenStream
 from service.engine.ipc.messages import Finished, FromEngine, Sampling, Submit, Tokens
-from service.engine.ipc.token_streams import EngineDied, NeverSent, TokenStream
 from service.fairness.client_identity import CLIENT
 from service.tenants.keys_file import Limits
 from service.tenants.limits import Tenant

@@ -17,7 +17,7 @@ from service.api.access.namespace import Namespace
 from service.api.adapter_routes.vllm_lora import load_directory
 from service.api.errors import BadRequest
 from service.api.page import PAGE_PATHS
-from service.api.schema.requests import LoadLoraRequest
+from service.api.schema.control import LoadLoraRequest
 from service.models.layouts import layout_in
 from service.server.app import preload
 from service.settings import Settings

@@ -25,7 +25,7 @@ class Thing:
 
 
 async def some_passes() -> None:
-    """Of the event loop: what is about to end needs fewer."""
+    """Passes of the event loop: what is about to end needs fewer."""
     for _ in range(100):
         await asyncio.sleep(0)
 

@@ -205,7 +205,7 @@ def test_who_has_gone_while_it_waited_to_be_read_is_timed_out_all_the_same(caplo
 
 
 def test_a_body_that_a_proxy_passes_on_has_the_turns_of_who_pays_for_it() -> None:
-    """Of two clients behind a trusted proxy one has to pause: its body waits, not the other's; and when the other has
+    """One of two clients behind a trusted proxy has to pause: its body waits, not the other's; and when the other has
     to pause as well, the next request on its connection, of whom nothing is known yet, does not wait for that."""
 
     async def run() -> None:

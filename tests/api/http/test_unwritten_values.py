@@ -17,9 +17,9 @@ from service.api.schema.chat_messages import MAX_DATA_CHARS, ChatMessage
 from service.api.schema.error_messages import bad_request
 from service.api.schema.requests import ChatRequest
 from service.api.schema.responses import ResponsesRequest
-from service.api.threads import LONG_TEXT_CHARS
+from service.fairness.thread_pool import LONG_TEXT_CHARS
 from service.grammars.constraints import MAX_CONSTRAINT_BYTES, ConstraintError, schema_constraint, tag_constraint
-from service.grammars.json_size import least_chars
+from service.grammars.json_schemas import least_chars
 from tests.api.conftest import BASE
 from tests.support.http.server import Server
 

@@ -6,9 +6,8 @@ import asyncio
 import os
 import threading
 
-from service.api.threads import LONG_TEXT_CHARS, in_turn, run_in_thread
 from service.fairness.client_identity import CLIENT
-from service.fairness.thread_pool import FairPool
+from service.fairness.thread_pool import LONG_TEXT_CHARS, FairPool, in_turn, run_in_thread
 from tests.support.limits import LIMIT_SECONDS
 
 

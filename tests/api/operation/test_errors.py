@@ -8,8 +8,8 @@ import pytest
 
 from adapters import errors as store_errors
 from service.api.errors import TABLE, ApiError, EngineFailed, NotReady, UnknownModel, error_body, status_of
-from service.engine.ipc.token_streams import EngineDied
-from service.models.errors import ModelError
+from service.engine.ipc.link import EngineDied
+from service.models.spec.config_json import ModelError
 from service.tenants.limits import LimitReached
 from service.text.template_sandbox import TemplateError
 from service.text.tokenizer import TextError

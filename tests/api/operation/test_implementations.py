@@ -21,7 +21,7 @@ def break_ops(monkeypatch: pytest.MonkeyPatch, wishes: str) -> None:
 
 
 def answers(server: Server) -> list[Any]:
-    """Of the base and every adapter in one batch, greedily."""
+    """Greedy answers of the base and every adapter in one batch."""
     items = [{"model": name, "prompt": "the quick", "max_tokens": 12, "temperature": 0} for name in (BASE, *ADAPTERS)]
     body = {"items": [{**item, "return_token_ids": True} for item in items]}
     found = server.post("/v1/completions/batch", json=body).json()["items"]

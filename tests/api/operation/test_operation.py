@@ -23,6 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from safetensors.torch import load_file
 
 from adapters.files.paths import MANIFEST_FILE
+from service import server_version
 from service.api.access.auth import Need, route_of
 from service.api.metrics.metrics import Metrics
 from service.cli.client import ClientError, checked, server_url
@@ -31,7 +32,6 @@ from service.cli.main import main
 from service.engine.ipc.messages import Stats
 from service.server.app import create_app
 from service.settings import Settings, SettingsError, load_settings
-from service.version import server_version
 from tests.api.conftest import ADAPTERS, BASE, Checkpoints
 from tests.support.http.server import Server, wait_for
 from tests.support.http.terminal import terminal

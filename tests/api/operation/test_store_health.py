@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from adapters.files.store_faults import WriteFault
-from service.api.store_health import StoreHealth
+from adapters.files.durable_files import WriteFault
+from service.api.state import StoreHealth
 from tests.support.limits import LIMIT_SECONDS
 
 

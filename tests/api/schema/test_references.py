@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from service.grammars.constraints import ConstraintError, grammar_of, schema_constraint, tag_constraint
-from service.grammars.references import endless_reference, refers_to_definitions_alone
+from service.grammars.json_schemas import endless_reference, refers_to_definitions_alone
 
 _SELF = {"A": {"$ref": "#/$defs/A"}}
 _RING = {"A": {"$ref": "#/$defs/B"}, "B": {"allOf": [{"type": "object"}, {"$ref": "#/$defs/C"}]}}

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from kernels.gated_delta import reference, triton_ascend
-from kernels.gated_delta.parts import gated_norm
+from kernels.gated_delta.ops import gated_norm
 from kernels.platform import detect, installed
 from tests.ascend.cases.far import far_apart, far_down
 from tests.ascend.gate.cases import MAX_TRAFFIC, Case, Launch

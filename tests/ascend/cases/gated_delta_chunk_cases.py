@@ -11,7 +11,7 @@ import torch
 from kernels.ascend_relaunch import AscendLaunch
 from kernels.gated_delta import triton_ascend_chunks as chunks
 from kernels.gated_delta import triton_ascend_prepare as prepare
-from kernels.gated_delta.parts import gates_of, heads_of
+from kernels.gated_delta.ops import gates_of, heads_of
 from kernels.gated_delta.triton_ascend_chunks import CHUNK, Buffers
 from kernels.gated_delta.triton_ascend_scan import gated_delta_scan
 from kernels.platform import detect, installed

@@ -13,7 +13,7 @@ from kernels.gated_delta.triton_ascend_chunks import KERNELS
 from kernels.platform import IMPLEMENTATIONS, contract, in_use, installed
 from kernels.probe.cases.registry import cases_of
 from kernels.probe.cases.tensors import Place
-from kernels.probe.choose import with_reports
+from kernels.probe.isolated import with_reports
 from kernels.probe.op_reports import OpReport
 from kernels.probe.run import probe
 from kernels.shapes import ProbeShapes

@@ -89,7 +89,7 @@ def test_a_load_is_one_copy_and_waits_for_nothing(family: str, tmp_path: Path, m
                 with recorded_copies(slabs) as copies, recorded_waits() as waits:
                     while engine.num_requests:
                         engine.step()
-                assert set(waits) == {"service.engine.step.results.wait: numpy"}
+                assert set(waits) == {"service.engine.step.outputs.wait: numpy"}
                 assert [copy for copy in copies if copy.startswith("adapters.")] == [
                     "adapters.memory.device_upload.fetch: copy_"
                 ]

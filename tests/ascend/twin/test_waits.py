@@ -37,7 +37,7 @@ def test_a_step_waits_for_the_device_once(tmp_path: Path) -> None:
             while engine.num_requests:
                 with recorded_waits() as waits:
                     engine.step()
-                assert waits == ["service.engine.step.results.wait: numpy"]
+                assert waits == ["service.engine.step.outputs.wait: numpy"]
             assert engine.num_steps - num_steps == 3
         finally:
             engine.close()

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from adapters.memory.row_pool import RowPool
-from kernels.lora_window.window_lengths import window_for
+from kernels.lora_window.ops import window_for
 from service.engine.step.launcher import MAX_ADAPTERS_A_STEP, RowCompaction
 from tests.adapters.memory.test_row_pool import budget_for, churn_layout, make_host_adapter
 

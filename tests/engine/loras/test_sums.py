@@ -128,7 +128,7 @@ def quantised(family: str, directory: Path, **_: Any) -> Path:
 
 
 def test_sums_of_experts_are_those_of_their_weights(tmp_path: Path, device: str) -> None:
-    """Of adapters of experts with other ranks, and beside one of attention alone; PEFT sums no parameters."""
+    """Adapters of experts have other ranks, or stand beside one of attention alone; PEFT sums no parameters."""
     parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     specs: dict[str, dict[str, Any]] = {
         "all": {"rank": 2, "target_modules": ["q_proj"], "target_parameters": parameters},

@@ -15,8 +15,8 @@ from service.engine.ipc.config import EngineOptions
 from service.engine.model import runner
 from service.engine.model.padding import Padding, StepSizes
 from service.engine.model.runner import SPARE_GRAPHS
+from service.engine.startup.budgets import estimate_bytes
 from service.engine.startup.build import build_engine
-from service.engine.startup.graph_memory import estimate_bytes
 from service.models.families import model_spec
 from service.models.layers.caches import kv_bytes_per_token
 from service.models.spec.config_json import read_config

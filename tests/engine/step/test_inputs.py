@@ -14,14 +14,12 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.sampling.maps import SamplingArrays
-from kernels.sampling.parameter_rows import index_of, neutral_row
+from kernels.sampling.maps import SamplingArrays, index_of, neutral_row
 from kernels.sampling.sampling_request import Asked, GivenRow, RowSampling, ask
 from service.engine.ipc.messages import MAX_ENDINGS, MAX_LOGIT_BIASES
 from service.engine.model.padding import StepSizes
-from service.engine.step.arrays import InputLimits, SamplerArrays
 from service.engine.step.inputs import StepInputs
-from service.engine.step.maps import ChunkInput
+from service.engine.step.maps import ChunkInput, InputLimits, SamplerArrays
 from service.models.step_batch import StepBatch
 
 CPU = torch.device("cpu")

@@ -10,9 +10,8 @@ import torch
 
 from kernels.lora.maps import Segment
 from service.engine.model.padding import StepSizes
-from service.engine.step.arrays import InputLimits
 from service.engine.step.inputs import StepInputs
-from service.engine.step.maps import BASE, IN_FLIGHT, ChunkInput, adapter_order, is_all_decode
+from service.engine.step.maps import BASE, IN_FLIGHT, ChunkInput, InputLimits, adapter_order, is_all_decode
 from service.models.step_batch import StepBatch
 
 LIMITS = InputLimits(

@@ -19,7 +19,7 @@ from peft import PeftModel
 from adapters.peft.config import invocation_start
 from adapters.row_plan import plan_rows
 from adapters.store.store import AdapterStore
-from kernels.sampling.scored_token import ScoredToken
+from kernels.sampling.parameters import ScoredToken
 from service.engine.engine import Engine
 from service.engine.ipc.config import EngineConfig, EngineOptions
 from service.engine.ipc.messages import Finished, Sampling, Submit, Tokens

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 from service.engine.ipc.client import EngineClient
 from service.engine.ipc.config import EngineConfig
+from service.engine.ipc.link import EngineDied, TokenStream
 from service.engine.ipc.messages import Finished, Sampling, Submit, Tokens
-from service.engine.ipc.token_streams import EngineDied, TokenStream
 from tests.support.limits import LIMIT_SECONDS
 
 MIB = 2**20

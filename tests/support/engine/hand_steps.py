@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kernels.attention_maps import AttentionMaps
+from kernels.attention_maps import AttentionMaps, QueryStarts
 from kernels.lora.maps import LoraMaps
-from kernels.query_starts import QueryStarts
 from service.models.layers.caches import allocate_caches
 from service.models.loader import LoadedModel
 from service.models.step_batch import ConvMaps, StepBatch

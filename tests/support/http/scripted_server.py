@@ -19,8 +19,8 @@ from fastapi import FastAPI
 
 from service.engine.ipc.client import EngineClient
 from service.engine.ipc.config import EngineOptions
+from service.engine.ipc.link import TokenStream
 from service.engine.ipc.messages import Finished, Ready, Submit, Tokens
-from service.engine.ipc.token_streams import TokenStream
 from service.server.app import create_app
 from service.server.serve import listen, make_server
 from service.settings import load_settings

@@ -14,12 +14,11 @@ import torch
 
 from kernels.platform import detect, installed
 from kernels.sampling import ops
-from kernels.sampling.maps import SamplingMaps
-from kernels.sampling.parameter_rows import index_of, neutral_row
+from kernels.sampling.maps import SamplingMaps, index_of, neutral_row
+from kernels.sampling.ops import Choice, read
+from kernels.sampling.parameters import ScoredToken
 from kernels.sampling.penalty_state import PenaltyState
-from kernels.sampling.results import Choice, read
 from kernels.sampling.sampling_request import Asked, GivenRow, RowSampling, ask, mask_of, uniform
-from kernels.sampling.scored_token import ScoredToken
 
 VOCAB = 600
 

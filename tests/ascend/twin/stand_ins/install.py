@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kernels.platform import IMPLEMENTATIONS, Platform, installed
-from kernels.probe import choose
+from kernels.probe import isolated
 from tests.ascend.twin.stand_ins import stand_ins
 from tests.ascend.twin.stand_ins.cann import provide_stub_cann
 from tests.support.npu.triton_interpreter import multiply_bfloat16
@@ -67,8 +67,8 @@ def npu_path(*, float32_attention: bool = False) -> Iterator[Platform]:
     with contextlib.ExitStack() as stack:
         npu.call_memory.cache_clear()  # a workspace is asked for once for each size
         # What the probe has found out under one set of rules does not hold under another.
-        choose.probe_here.cache_clear()
-        stack.callback(choose.probe_here.cache_clear)
+        isolated.probe_here.cache_clear()
+        stack.callback(isolated.probe_here.cache_clear)
         if float32_attention:
             stack.enter_context(stand_ins.float32_attention())
             stack.enter_context(mock.patch.object(npu, "DTYPES", stand_ins.FLOATS))
