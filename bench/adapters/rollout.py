@@ -2,6 +2,7 @@
 
     .venv/bin/python -m bench.adapters.rollout [--device cuda] [--shape 8b] [--rank 16] [--moves 200] [--rounds 3]
                                                [--requests 64] [--output-tokens 512] [--json FILE]
+    .venv/bin/python -m bench.adapters.rollout --versions 10000
 
 A server serves one name, whose versions are ephemeral and stand on every projection. Bodies are written before the
 clock starts. A shape other than the bundled model is written to a temporary directory first: 16 GB for 8b.
@@ -10,6 +11,9 @@ clock starts. A shape other than the bundled model is written to a temporary dir
     moves   tokens per second of --requests sequences that `continue` while the name moves --moves times, of those
             while it does not; both in each round, forth and back. The versions are uploaded once; moves are rollbacks
     pause   from /pause to its answer, and from /resume to the next token, with all sequences running; and a step
+
+With --versions alone, so many small ones of one name, by file and by tensors in turn, each asked for a token, beside
+requests that `continue`: what both processes hold after each tenth of them.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from __future__ import annotations
 import base64
 import json
 import statistics
+import sys
 import tempfile
 import threading
 import time
@@ -37,14 +42,22 @@ from tests.support.peft_files import adapter_files
 
 NAME = "policy"
 _UPLOADS = 7
+# What is told of memory.
+_HELD = (
+    "multilora_adapters{",
+    "multilora_adapters_on_disk",
+    "multilora_adapter_rows_used",
+    "multilora_adapter_tier_bytes",
+)
 _CHOICES = 8  # of one prompt, as in a rollout
 
 
 class Subject:
-    """A server whose name has had a version, and the bodies of others."""
+    """A server whose name has had a version, and the bodies of others; of whole adapters, or of two small modules."""
 
-    def __init__(self, server: Server, model_dir: Path, rank: int) -> None:
+    def __init__(self, server: Server, model_dir: Path, rank: int, *, are_whole: bool = True) -> None:
         self._server, self._model_dir, self._rank, self._seed = server, model_dir, rank, 0
+        self._are_whole = are_whole
         self.http = httpx.Client(base_url=server.url, timeout=None)
         self.digests: list[str] = []
         self.take_two()
@@ -55,7 +68,8 @@ class Subject:
 
     def _files(self) -> list[tuple[str, tuple[str, bytes]]]:
         self._seed += 1
-        return adapter_files(self._seed, self._rank, is_whole=True, model_dir=self._model_dir, dtype="<f2")
+        kind: dict[str, Any] = {"is_whole": self._are_whole, "model_dir": self._model_dir, "dtype": "<f2"}
+        return adapter_files(self._seed, self._rank, **kind)
 
     def file_body(self) -> httpx.Request:
         """A PUT, whose body has been written."""
@@ -90,6 +104,21 @@ class Subject:
         answered = time.perf_counter()
         self.ask(max_tokens=1)
         return (answered - begin) * 1e3, (time.perf_counter() - begin) * 1e3
+
+    def held(self) -> dict[str, Any]:
+        """Resident MB and open files of the processes, and what the store and the engine hold."""
+        told: dict[str, Any] = {}
+        pids = {"api": self._server.process.pid, "engine": self._server.engine_pids()[0]}
+        for name, pid in pids.items():
+            told[f"{name}_mb"] = round(int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096 / 1e6, 1)
+            told[f"{name}_open_files"] = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+        told["files_in_store"] = sum(path.is_file() for path in self._server.store_dir.rglob("*"))
+        told["names"] = len(self.http.get("/v1/adapters").json()["data"])
+        told["versions"] = len(self.http.get(f"/v1/adapters/{NAME}/history").json()["data"])
+        for line in self.http.get("/metrics").text.splitlines():
+            if line.startswith(_HELD):
+                told[line.rpartition(" ")[0].removeprefix("multilora_")] = float(line.rpartition(" ")[2])
+        return told
 
     def move(self, number: int) -> None:
         answer = self.http.post(
@@ -156,6 +185,32 @@ def moves(subject: Subject, num_requests: int, num_tokens: int, num_moves: int, 
     }
 
 
+def versions(subject: Subject, num_versions: int) -> dict[str, Any]:
+    """What is held after each tenth of the versions, and how many there are a second."""
+    ended, held = threading.Event(), {}
+
+    def beside() -> int:
+        num = 0
+        while not ended.is_set():
+            subject.ask(max_tokens=16, on_new_version="continue")
+            num += 1
+        return num
+
+    begin = time.perf_counter()
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(beside)
+        try:
+            for number in range(1, num_versions + 1):
+                digest = subject.put(subject.file_body() if number % 2 else subject.tensors_body())["digest"]
+                assert digest[:16] in subject.ask(max_tokens=1)["system_fingerprint"], "another version answers"
+                if number % max(num_versions // 10, 1) == 0:
+                    held[f"after_{number}"] = subject.held()
+                    print(number, held[f"after_{number}"], file=sys.stderr, flush=True)
+        finally:
+            ended.set()
+    return {**held, "requests_beside": asked.result(), "per_second": num_versions / (time.perf_counter() - begin)}
+
+
 def pauses(subject: Subject, num_requests: int, num_tokens: int) -> dict[str, Any]:
     """Medians in milliseconds."""
     quiet, resumed, gaps = [], [], []
@@ -184,6 +239,7 @@ def main() -> None:
     parser = parser_of("bench.adapters.rollout", __doc__)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--moves", type=int, default=200)
+    parser.add_argument("--versions", type=int, default=0)
     arguments = parser.parse_args()
     load, shape = load_of(arguments), SHAPES[arguments.shape]
     with tempfile.TemporaryDirectory() as directory:
@@ -205,11 +261,16 @@ def main() -> None:
             }
         with running_server(model_dir, work_dir / "server", **settings) as server:
             wait_for(lambda: server.get("/ready").status_code == 200, "the server to be ready")
-            subject = Subject(server, model_dir, arguments.rank)
-            result = facts_of(arguments) | uploads(subject)
-            sizes = load.num_requests, load.num_output_tokens
-            result["moves"] = moves(subject, *sizes, arguments.moves, arguments.rounds)
-            result["pause"] = pauses(subject, *sizes)
+            result = facts_of(arguments)
+            if arguments.versions:
+                subject = Subject(server, model_dir, arguments.rank, are_whole=shape is not None)
+                result["versions"] = versions(subject, arguments.versions)
+            else:
+                subject = Subject(server, model_dir, arguments.rank)
+                sizes = load.num_requests, load.num_output_tokens
+                result |= uploads(subject)
+                result["moves"] = moves(subject, *sizes, arguments.moves, arguments.rounds)
+                result["pause"] = pauses(subject, *sizes)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(result, indent=1))
     print(json.dumps(result, indent=1))
