@@ -2,6 +2,7 @@
 
 python -m bench.scale.cluster_routing [--replicas 64] [--adapters 10000] [--requests 40000] [--alpha 1.0] [--ingresses
                                 4] [--report-seconds 0.5] [--load 0.7] [--rows-for 64] [--json FILE]
+python -m bench.scale.cluster_routing --sessions 64 --replicas 2 --ingresses 1 [--cache-tokens 100000] [--load 0.7]
 
 Requests arrive at random (Poisson), their adapters by Zipf's law; one in eight asks for the base. A replica computes
 its requests one after another at a fixed rate and holds the adapters used last on its device and in host memory; a
@@ -14,6 +15,11 @@ imbalance  the busiest replica's tokens through the mean, of windows of 100 requ
 moved      adapters whose first choice is another one after the failure and the join, through the least that must
            move; nothing where a rule has no first choice
 wait       seconds in the queue and for the adapter, the 99th percentile
+
+With --sessions it simulates chats instead: of 12 turns each, of 60 to 300 tokens and answers of 20 to 400, over one of
+eight system prompts of 1,500 tokens, another one beginning when one ends. Half of them have one of a few adapters. A
+replica keeps the blocks that were used last. `of one`: prompt tokens found, of those that one replica as fast and as
+large as all together finds.
 """
 
 from __future__ import annotations
@@ -29,8 +35,9 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from service.cluster.routing import Demand, Replica, Rule, choose, preference
+from service.cluster.routing import Demand, Prefixes, Replica, Rule, beginnings, choose, preference
 from service.engine.ipc.messages import Tier
 
 TOKENS_PER_SECOND = 4000.0
@@ -276,6 +283,148 @@ def moves(digests: Sequence[str], num_replicas: int, num_fail: int) -> float:
     return moved / (2 * len(digests) * num_fail / num_replicas)
 
 
+NUM_SYSTEMS, SYSTEM_TOKENS, NUM_TURNS, BLOCK_TOKENS = 8, 1500, 12, 16
+
+
+@dataclass
+class Chat:
+    """tokens: of all turns so far."""
+
+    name: str
+    adapter: str | None
+    tokens: list[int]
+    num_turns: int = 0
+
+
+class CachedReplica:
+    """Computes one request after another, and keeps the blocks of tokens that were used last."""
+
+    def __init__(self, name: str, cache_tokens: int, tokens_per_second: float) -> None:
+        self.name, self.free_seconds = name, 0.0
+        self._most_blocks, self._tokens_per_second = cache_tokens // BLOCK_TOKENS, tokens_per_second
+        self._blocks: OrderedDict[tuple[str | None, int], None] = OrderedDict()
+
+    def queued_tokens(self, now_seconds: float) -> float:
+        return max(0.0, self.free_seconds - now_seconds) * self._tokens_per_second
+
+    def take(self, chat: Chat, num_output: int, now_seconds: float) -> tuple[int, float]:
+        """Prompt tokens that are found, and how long the request waits."""
+        ends = range(BLOCK_TOKENS, len(chat.tokens), BLOCK_TOKENS)
+        keys = [(chat.adapter, hash(tuple(chat.tokens[:end]))) for end in ends]
+        found = next((number for number, key in enumerate(keys) if key not in self._blocks), len(keys)) * BLOCK_TOKENS
+        begins = max(self.free_seconds, now_seconds)
+        self.free_seconds = begins + (len(chat.tokens) - found + num_output) / self._tokens_per_second
+        for key in reversed(keys):
+            self._blocks[key] = None
+            self._blocks.move_to_end(key)
+        while len(self._blocks) > self._most_blocks:
+            self._blocks.popitem(last=False)
+        return found, begins - now_seconds
+
+
+ChatChoice = Callable[[dict[str, Prefixes], Sequence[CachedReplica], Chat, str, float], str]
+
+
+def chat_by_prefixes(
+    known: dict[str, Prefixes], replicas: Sequence[CachedReplica], chat: Chat, key: str, now_seconds: float
+) -> str:
+    """`service.cluster.routing`, where each replica has all adapters on its device."""
+    digests = beginnings(chat.tokens, ("", ""), chat.adapter)
+    tiers: dict[str, Tier] = {} if chat.adapter is None else {chat.adapter: "device"}
+    told = [
+        Replica(one.name, one.queued_tokens(now_seconds), 0, tiers, known[one.name].num_tokens(digests))
+        for one in replicas
+    ]
+    chosen = choose(chat.adapter, ROWS, len(chat.tokens) + 200, told, key=key, num_homes=len(replicas))[0]
+    known[chosen].note(digests, 2**31)
+    return chosen
+
+
+def chat_by_load(
+    _known: dict[str, Prefixes], replicas: Sequence[CachedReplica], chat: Chat, key: str, now_seconds: float
+) -> str:
+    """The same without a look at prompts."""
+    told = [Replica(one.name, one.queued_tokens(now_seconds)) for one in replicas]
+    return choose(chat.adapter, ROWS, len(chat.tokens) + 200, told, key=key)[0]
+
+
+def chat_by_name(
+    _known: dict[str, Prefixes], replicas: Sequence[CachedReplica], chat: Chat, _key: str, _now_seconds: float
+) -> str:
+    """Consistent hashing of the session, without a bound."""
+    return preference(chat.name, tuple(sorted(one.name for one in replicas)))[0]
+
+
+CHAT_RULES: dict[str, ChatChoice] = {
+    "multilora": chat_by_prefixes,
+    "multilora without prefixes": chat_by_load,
+    "session (production-stack)": chat_by_name,
+}
+
+
+@dataclass
+class ChatFigures:
+    """See the module's docstring."""
+
+    hit_rate: float
+    imbalance: float
+    wait_p99_seconds: float
+
+
+def simulate_chats(rule: ChatChoice, given: argparse.Namespace, num_replicas: int) -> ChatFigures:
+    """Of `given.replicas` replicas' speed and cache in all, divided between so many; the same chats for each rule."""
+    chance = random.Random(given.seed)
+    size = given.replicas / num_replicas
+    replicas = [
+        CachedReplica(f"replica-{one}", int(given.cache_tokens * size), TOKENS_PER_SECOND * size)
+        for one in range(num_replicas)
+    ]
+    views = [{one.name: Prefixes() for one in replicas} for _ in range(given.ingresses)]
+    systems = [[chance.randrange(1000) for _ in range(SYSTEM_TOKENS)] for _ in range(NUM_SYSTEMS)]
+    # Of a turn in the middle, if all but its own tokens are found: own tokens, and the answer twice.
+    pause = given.sessions * 600 / (given.load * given.replicas * TOKENS_PER_SECOND)
+    numbers = itertools.count()
+    due = [(chance.expovariate(1 / pause), next(numbers)) for _ in range(given.sessions)]
+    heapq.heapify(due)
+    asked = found = 0
+    waits: list[float] = []
+    taken: dict[str, int] = {}
+    chats: dict[int, Chat] = {}
+    for number in range(given.requests):
+        now, key = heapq.heappop(due)
+        chat = chats.pop(key, None)
+        if chat is None or chat.num_turns == NUM_TURNS:
+            adapter = f"{chance.randrange(4):064x}" if chance.random() < 0.5 else None
+            chat = Chat(str(number), adapter, [*chance.choice(systems)])
+        chat.tokens += [chance.randrange(1000) for _ in range(chance.randint(60, 300))]
+        num_output = chance.randint(20, 400)
+        chosen = rule(views[number % len(views)], replicas, chat, str(number), now)
+        hit, wait = next(one for one in replicas if one.name == chosen).take(chat, num_output, now)
+        asked, found = asked + len(chat.tokens), found + hit
+        waits.append(wait)
+        taken[chosen] = taken.get(chosen, 0) + 1
+        chat.tokens += [chance.randrange(1000) for _ in range(num_output)]
+        chat.num_turns += 1
+        next_key = next(numbers)
+        chats[next_key] = chat
+        heapq.heappush(due, (now + chance.expovariate(1 / pause), next_key))
+    imbalance = max(taken.values()) * num_replicas / given.requests
+    return ChatFigures(found / asked, imbalance, sorted(waits)[int(0.99 * len(waits))])
+
+
+def show_chats(given: argparse.Namespace) -> dict[str, Any]:
+    """All rules, printed."""
+    one = simulate_chats(chat_by_load, given, 1)
+    print(f"{'rule':36}{'hit rate':>9}{'of one':>8}{'imbal.':>8}{'wait p99':>10}")
+    result: dict[str, Any] = {"one replica": one.__dict__}
+    for name, rule in {"one replica": chat_by_load, **CHAT_RULES}.items():
+        figures = one if name == "one replica" else simulate_chats(rule, given, given.replicas)
+        result[name] = figures.__dict__ | {"of_one": figures.hit_rate / one.hit_rate}
+        shown = f"{figures.hit_rate:9.3f}{figures.hit_rate / one.hit_rate:8.3f}{figures.imbalance:8.2f}"
+        print(f"{name:36}{shown}{figures.wait_p99_seconds:10.2f}", flush=True)
+    return result
+
+
 def parser() -> argparse.ArgumentParser:
     """Of the command's arguments."""
     made = argparse.ArgumentParser(
@@ -289,6 +438,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--report-seconds", type=float, default=0.5, help="between two reports of a replica")
     made.add_argument("--load", type=float, default=0.7, help="part of what the replicas could compute")
     made.add_argument("--rows-for", type=int, default=64, help="adapters that a device has rows for")
+    made.add_argument("--sessions", type=int, default=0, help="chats at a time; else adapters are simulated")
+    made.add_argument("--cache-tokens", type=int, default=200_000, help="of a replica, for chats")
     made.add_argument("--rules", nargs="+", choices=RULES, default=list(RULES))
     made.add_argument("--seed", type=int, default=20_26)
     made.add_argument("--json", type=Path, metavar="FILE", help="where the figures go too")
@@ -297,6 +448,13 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     given = parser().parse_args()
+    result = show_chats(given) if given.sessions else show_adapters(given)
+    if given.json is not None:
+        given.json.write_text(json.dumps(result, indent=1))
+
+
+def show_adapters(given: argparse.Namespace) -> dict[str, Any]:
+    """The rules that were asked for, printed."""
     print(f"{'rule':36}{'hit rate':>9}{'loads':>8}{'disk':>8}{'imbal.':>8}{'moved':>8}{'wait p99':>10}{'lost':>6}")
     result = {}
     for name in given.rules:
@@ -308,8 +466,7 @@ def main() -> None:
             f"{one.wait_p99_seconds:10.2f}{one.lost:6}",
             flush=True,
         )
-    if given.json is not None:
-        given.json.write_text(json.dumps(result, indent=1))
+    return result
 
 
 if __name__ == "__main__":

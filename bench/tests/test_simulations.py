@@ -21,6 +21,16 @@ def test_the_simulation_finds_more_adapters_on_the_device_than_chance_and_no_rep
     assert ours.moved is not None and ours.moved <= 1.3  # few adapters: what must move is uneven
 
 
+def test_two_replicas_find_as_much_of_chats_as_one_of_their_size() -> None:
+    flags = "--replicas 2 --ingresses 1 --sessions 64 --requests 800 --cache-tokens 150000 --seed 3"
+    given = cluster_routing.parser().parse_args(flags.split())
+    one = cluster_routing.simulate_chats(cluster_routing.chat_by_load, given, 1)
+    ours = cluster_routing.simulate_chats(cluster_routing.chat_by_prefixes, given, 2)
+    by_load = cluster_routing.simulate_chats(cluster_routing.chat_by_load, given, 2)
+    assert ours.hit_rate >= 0.97 * one.hit_rate > by_load.hit_rate
+    assert ours.imbalance <= 1.2
+
+
 def _requests(*, moves: bool) -> list[int]:
     """For 200 adapters by Zipf's law; with `moves`, for others by and by."""
     chance = random.Random(1)

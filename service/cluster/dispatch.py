@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from service.cluster.routing import Demand, Replica, ReplicaHealth, Rule, choose
+from service.cluster.routing import Demand, Replica, ReplicaHealth, Rule, beginnings, choose
 from service.engine.ipc.link import EngineDied, NeverSent, TokenStream
 from service.engine.ipc.messages import Finished, Submit, Tokens
 
@@ -47,6 +47,7 @@ class Routed:
     def __init__(self, dispatch: Dispatch, request: Submit) -> None:
         self.request = request
         self.has_begun = self.was_resent = False
+        self.beginnings: list[bytes] = []
         self.left = RemainingWork.of(request)
         self.member: ReplicaHealth | None = None
         self._dispatch = dispatch
@@ -104,15 +105,17 @@ class Dispatch:
         self._members, self._rule = members, rule
         self._demand = Demand()
         self._routed: dict[str, Routed] = {}
+        self._last: tuple[Submit, list[bytes]] | None = None
 
     def submit(self, request: Submit) -> Routed:
         """Send a request to one of the engines, now. If there is none, the stream raises NeverSent."""
         routed = Routed(self, request)
+        routed.beginnings = self._beginnings_of(request)
         self._routed[request.request_id] = routed
         homes = self._demand.ask(
             request.adapter, routed.left.expected_tokens, len(self._members), time.monotonic(), self._rule
         )
-        order = self._order(request, homes)
+        order = self._order(routed, homes)
         if order:
             self._send(routed, order[0])
         else:
@@ -147,7 +150,7 @@ class Dispatch:
         lost = routed.member
         self._forget(routed)
         was_sent = not isinstance(death, NeverSent)
-        others = [one for one in self._order(routed.request, 1) if one is not lost and one.answers]
+        others = [one for one in self._order(routed, 1) if one is not lost and one.answers]
         is_open = routed.request.request_id in self._routed
         if routed.was_resent or not others or not is_open or not routed.begins_anew():
             self.over(routed)
@@ -182,10 +185,11 @@ class Dispatch:
 
     # ---- inner parts
 
-    def _order(self, request: Submit, homes: int) -> list[ReplicaHealth]:
+    def _order(self, routed: Routed, homes: int) -> list[ReplicaHealth]:
         """All engines, the best first, those without new requests last."""
+        request = routed.request
         by_name = {one.name: one for one in self._members}
-        known = [one.as_replica() for one in self._taking()]
+        known = [one.as_replica(routed.beginnings) for one in self._taking()]
         num_rows = max(request.adapter_rows.values(), default=0)
         names = choose(
             *(request.adapter, num_rows, RemainingWork.of(request).expected_tokens, known),
@@ -197,6 +201,18 @@ class Dispatch:
         others = (one for one in self._members if one not in chosen)
         return [*chosen, *sorted(others, key=lambda one: not one.answers)]
 
+    def _beginnings_of(self, request: Submit) -> list[bytes]:
+        """Once for all choices of a request, which have one prompt."""
+        if self._last is not None:
+            last, known = self._last
+            is_same = last.prompt_token_ids is request.prompt_token_ids and last.cache_salt == request.cache_salt
+            if is_same and (last.tenant, last.adapter) == (request.tenant, request.adapter):
+                return known
+        scope = request.tenant, request.cache_salt
+        found = beginnings(request.prompt_token_ids, scope, request.adapter, request.adapter_start)
+        self._last = request, found
+        return found
+
     def _taking(self) -> list[ReplicaHealth]:
         """Engines that may get new requests: the uncordoned ones, or all that answer where all are cordoned."""
         answering = [one for one in self._members if one.answers]
@@ -205,6 +221,8 @@ class Dispatch:
     def _send(self, routed: Routed, member: ReplicaHealth) -> None:
         request = routed.request
         routed.left = RemainingWork.of(request)
+        routed.left.prompt_tokens -= member.num_found(routed.beginnings)
+        member.note_prompt(routed.beginnings)
         member.queued_tokens += routed.left.expected_tokens
         member.open.add(request.request_id)
         if request.adapter is not None:

@@ -161,8 +161,9 @@ class Engines:
 
     def reset_prefix_cache(self) -> None:
         """Forget what the prefix caches of all engines have."""
-        for one in self.clients:
-            one.reset_prefix_cache()
+        for one in self._members:
+            one.prefixes.clear()
+            one.client.reset_prefix_cache()
 
     async def pause(self, mode: PauseMode, limit_seconds: float) -> None:
         """Pause all ready engines, and wait until they are quiet. EngineDied if one ends before, or is resumed."""

@@ -184,6 +184,7 @@ class Engine:
             row_alignment=self.capacity.row_alignment,
             side_bytes=self.config.side_bytes,
             ops=self._ops,
+            keeps_prefixes=self.cache.is_on,
             keeps_states=self.cache.is_on and self.lines.most_kept > 0,
         )
 

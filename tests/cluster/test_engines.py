@@ -70,6 +70,17 @@ def test_each_adapter_is_on_one_engine_and_both_have_some(server: Server) -> Non
     assert server.metric("replica_up") == 2
 
 
+def test_prompts_go_where_their_beginnings_are(server: Server) -> None:
+    """Of the base, too, which has no home, and all choices of a request."""
+    for number, model in enumerate(("tiny", "tiny", "tiny", "tiny", ADAPTERS[0], ADAPTERS[1])):
+        prompt = [10 + number, *(20 + one % 200 for one in range(520 + number))]
+        for turn, least in enumerate((0, 512, 512)):
+            body = _body(model, prompt=prompt, n=1 + turn)
+            answer = server.post("/v1/completions", json=body).json()
+            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= least
+            prompt = [*prompt, 7, 8, 9]
+
+
 def test_a_pinned_adapter_is_on_both(server: Server) -> None:
     path = f"{server.url}/v1/adapters/{ADAPTERS[0]}/pin"
     assert server.http.put(path).status_code == 200

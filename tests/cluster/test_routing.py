@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from service.cluster.routing import Demand, Replica, Rule, choose, homes_wanted, load_limit, preference
+from service.cluster.routing import (
+    PART_TOKENS,
+    Demand,
+    Prefixes,
+    Replica,
+    ReplicaHealth,
+    Rule,
+    beginnings,
+    choose,
+    homes_wanted,
+    load_limit,
+    preference,
+)
 
 RULE = Rule(bound=1.25, host_tokens=64, disk_tokens=1000, evict_tokens=200, slack_tokens=100)
 DIGESTS = [f"{one:064x}" for one in range(2000)]
@@ -113,3 +127,69 @@ def test_demand_is_forgotten_with_time() -> None:
     for second in range(100, 300):
         demand.ask(DIGESTS[second % 50], 10, 8, second, RULE)
     assert demand.ask("hot", 10, 8, 300, RULE) == 1
+
+
+# ---- prefixes
+
+PROMPT = tuple(range(4 * PART_TOKENS + 100))
+SCOPE = ("tenant", "")
+
+
+def test_a_prompt_goes_where_its_beginning_is_within_the_bound() -> None:
+    found = 2 * PART_TOKENS
+    for digest, tiers in ((None, {}), ("d" * 64, {"d" * 64: "device"})):
+        there = Replica("there", 3000, tiers=tiers, found_tokens=found)  # type: ignore[arg-type]
+        assert choose(digest, 16, 600, [Replica("idle", 0, 16), there], rule=Rule(slack_tokens=2000))[0] == "there"
+        assert choose(digest, 16, 600, [Replica("idle", 0, 16), there], rule=RULE)[0] == "idle"
+
+
+def test_a_conversation_goes_on_away_from_its_adapters_home_where_both_are() -> None:
+    digest, (home, other) = DIGESTS[0], preference(DIGESTS[0], _names(2))
+    here, there = Replica(home, tiers={digest: "device"}), Replica(other, 500, found_tokens=PART_TOKENS)
+    assert choose(digest, 16, 600, [here, there])[0] == home
+    there = Replica(other, 500, tiers={digest: "device"}, found_tokens=PART_TOKENS)
+    assert choose(digest, 16, 600, [here, there])[0] == other
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "scope", "adapter", "start", "num"),
+    [
+        (PROMPT, SCOPE, None, 0, 4),
+        (PROMPT[: 3 * PART_TOKENS - 1], SCOPE, None, 0, 2),
+        ((*PROMPT[: 3 * PART_TOKENS - 1], 9, *PROMPT[3 * PART_TOKENS :]), SCOPE, None, 0, 2),
+        (PROMPT, ("other", ""), None, 0, 0),
+        (PROMPT, ("tenant", "salt"), None, 0, 0),
+        (PROMPT, ("", "tenant"), None, 0, 0),
+        (PROMPT, SCOPE, "d" * 64, 0, 0),
+        (PROMPT, SCOPE, "d" * 64, 2 * PART_TOKENS, 2),
+        (PROMPT, SCOPE, "d" * 64, 2 * PART_TOKENS - 1, 1),
+        (PROMPT[:9], SCOPE, None, 0, 0),
+        ((), SCOPE, None, 0, 0),
+    ],
+)
+def test_beginnings_are_shared_as_the_prefix_cache_shares_blocks(
+    token_ids: tuple[int, ...], scope: tuple[str, str], adapter: str | None, start: int, num: int
+) -> None:
+    prefixes = Prefixes()
+    prefixes.note(beginnings(PROMPT, SCOPE), 10**6)
+    assert prefixes.num_tokens(beginnings(token_ids, scope, adapter, start)) == num * PART_TOKENS
+
+
+def test_as_many_beginnings_are_known_as_a_cache_has_room_for_and_ends_go_first() -> None:
+    prefixes, most_tokens = Prefixes(), 6 * PART_TOKENS
+    prompts = [tuple(range(one, one + 4 * PART_TOKENS)) for one in range(40)]
+    for prompt in prompts:
+        prefixes.note(beginnings(prompt, SCOPE), most_tokens)
+    found = [prefixes.num_tokens(beginnings(prompt, SCOPE)) // PART_TOKENS for prompt in prompts]
+    assert found == [*[0] * 38, 2, 4]
+
+
+def test_an_engine_that_began_anew_has_no_prompts_and_one_without_a_cache_never() -> None:
+    client: Any = SimpleNamespace(ready=SimpleNamespace(keeps_prefixes=True, kv_capacity_tokens=10**5))
+    member, known = ReplicaHealth("engine-0", client), beginnings(PROMPT, SCOPE)
+    member.note_prompt(known)
+    assert member.num_found(known) == 4 * PART_TOKENS
+    client.ready = SimpleNamespace(keeps_prefixes=False, kv_capacity_tokens=10**5)
+    assert member.num_found(known) == 0
+    member.note_prompt(known)
+    assert member.num_found(known) == 0

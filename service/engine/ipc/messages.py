@@ -178,7 +178,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     row_bytes, side_bytes, row_element_bytes,
     row_alignment      what `adapters.row_plan.plan_rows` needs; 0 where LoRA is off
     ops                one entry for each op
-    keeps_states       the prefix cache keeps states, and follows `Submit.keep_at`
+    keeps_prefixes     the prefix cache is on
+    keeps_states       it keeps states, and follows `Submit.keep_at`
     """
 
     max_model_len_tokens: int
@@ -193,6 +194,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     row_element_bytes: int = 0
     row_alignment: int = 0
     ops: tuple[OpInUse, ...] = ()
+    keeps_prefixes: bool = False
     keeps_states: bool = False
 
 
