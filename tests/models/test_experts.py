@@ -152,9 +152,9 @@ def published(directory: Path, store_root: Path, layout: BaseLayout) -> tuple[Ad
     return record, read_adapter(store_root, layout, record.digest, torch.float32)
 
 
-def deltas_of(adapter: HostAdapter, part: str) -> torch.Tensor:
+def deltas_of(adapter: HostAdapter, part: str, path: str = EXPERTS) -> torch.Tensor:
     """[E, out, in] that the adapter adds to the weights of gate_proj, say."""
-    held = adapter.slices[f"{EXPERTS}.{part}_proj"]
+    held = adapter.slices[f"{path}.{part}_proj"]
     a, b = (side.unflatten(0, (E, -1)) for side in (held.a, held.b))
     return held.scaling * b.transpose(1, 2) @ a
 
@@ -251,12 +251,27 @@ FORMS: dict[str, tuple[Callable[[Deltas], dict[str, torch.Tensor]], dict[str, An
 }
 
 
-def test_all_forms_of_one_training_are_one_adapter(tmp_path: Path) -> None:
-    deltas, digests = random_deltas(), {}
+SMALL: dict[str, dict[str, Any]] = {
+    "granitemoehybrid-experts": {"num_local_experts": E, "num_experts_per_tok": 2, "intermediate_size": W},
+    "gemma4_text-experts": {"num_experts": E, "top_k_experts": 2, "moe_intermediate_size": W},
+}
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", *(pytest.param(one, marks=pytest.mark.wide) for one in SMALL)])
+def test_all_forms_of_one_training_are_one_adapter(family: str, tmp_path: Path) -> None:
+    layout = small_layout()
+    if family in SMALL:
+        one_layer = {"hidden_size": H, "num_hidden_layers": 1, "layer_types": ["full_attention"], "mamba_n_heads": 2}
+        layout = layout_of(config_of(family, **SMALL[family] | one_layer))
+    path, deltas, digests = layout.experts[0].module, random_deltas(), {}
     for form, (write, config) in FORMS.items():
-        record, adapter = publish(tmp_path / form, small_layout(), write(deltas), config)
+        tensors = {name.replace(EXPERTS, path): tensor for name, tensor in write(deltas).items()}
+        if family in SMALL and (names := config["target_modules"]):  # dense layers have such modules too
+            config = config | {"target_modules": rf".*\.experts\.(\d+\.)?({'|'.join(names)})"}
+        record, adapter = publish(tmp_path / form, layout, tensors, config)
         for part, (a, b) in deltas.items():
-            torch.testing.assert_close(deltas_of(adapter, part), 1.5 * b @ a, msg=lambda m, f=form: f"{f}: {m}")
+            found = deltas_of(adapter, part, path)
+            torch.testing.assert_close(found, 1.5 * b @ a, msg=lambda m, f=form: f"{f}: {m}")
         digests[form] = record.digest
     assert len(set(digests.values())) == 1, digests
 

@@ -38,7 +38,10 @@ Q_PROJ = "model.layers.1.self_attn.q_proj"
 # Formats with further families: 8 bits, groups with zeros, another order of the inputs, blocks across rows.
 OTHERS = ("qwen3", "gemma3_text", "lfm2", "qwen3_5_text", "qwen3_moe", "phi3")
 WITH_OTHERS = ("awq", "gptq_act_order", "fp8_blocks", "nf4_nested")
-CASES = [*(f"llama-{form}" for form in FORMATS), *(f"{family}-{form}" for family in OTHERS for form in WITH_OTHERS)]
+CASES = [
+    *(f"llama-{form}" for form in FORMATS),
+    *(f"{family}-{form}" for family in (*OTHERS, *WITH_EXPERTS) for form in WITH_OTHERS),
+]
 WIDE = {case for case in CASES if not case.startswith("llama-")}
 
 
@@ -48,7 +51,7 @@ def marked(cases: list[str], wide: set[str]) -> list[Any]:
 
 @pytest.mark.parametrize("case", marked(CASES, WIDE))
 def test_dequantised_weights_are_the_formats_own(case: str, tmp_path: Path) -> None:
-    family, _, form = case.partition("-")
+    family, _, form = case.rpartition("-")
     model_dir = make_quantised(form, family, tmp_path)
     plain = load_file(model_dir / DEQUANTISED / "model.safetensors")
     spec = model_spec(read_config(model_dir))
