@@ -9,8 +9,15 @@ from dataclasses import dataclass
 import torch
 
 from adapters.layout import NON_LORA_GROUPS, BaseLayout, Group
-from adapters.memory.copy_stream import COMPLETED, CopyEvent, CopyStream, NoStream, copy_stream_of
-from adapters.memory.device_upload import BUFFER_BYTES, Scatter
+from adapters.memory.device_upload import (
+    BUFFER_BYTES,
+    COMPLETED,
+    CopyEvent,
+    CopyStream,
+    NoStream,
+    Scatter,
+    copy_stream_of,
+)
 from adapters.memory.non_lora_pool import BaseFacts, NonLoraPool
 from adapters.memory.row_allocation import Placement, RowAllocation, RowMove
 from adapters.memory.row_ranges import Range

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from adapters.memory import copy_stream
+from adapters.memory import device_upload
 from kernels.experts import triton_cuda
 from kernels.platform import IMPLEMENTATIONS, detect, installed
 from kernels.probe.op_reports import OpReport
@@ -51,7 +51,8 @@ def kernels_of_a_gpu(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     """On a CPU: what serves the ops on an NVIDIA GPU, interpreted. On a GPU: adapters are there when the engine looks,
     which goes on without those that are late, so that both runs have the same steps."""
     if device != "cpu":
-        monkeypatch.setattr(copy_stream.DeviceCopyEvent, "is_completed", lambda mark: mark.event.synchronize() is None)
+        done = device_upload.DeviceCopyEvent
+        monkeypatch.setattr(done, "is_completed", lambda mark: mark.event.synchronize() is None)
         yield
         return
     names = {op: names[0] for op, names in IMPLEMENTATIONS["cuda"].items()}

@@ -51,7 +51,7 @@ class Loader(Protocol):
 
 
 class CopyEvent(Protocol):
-    """See `adapters.memory.copy_stream.CopyEvent`."""
+    """See `adapters.memory.device_upload.CopyEvent`."""
 
     def is_completed(self) -> bool: ...
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from adapters.memory import row_pool
-from adapters.memory.copy_stream import COMPLETED, CopyEvent
+from adapters.memory.device_upload import COMPLETED, CopyEvent
 from adapters.memory.slab import HostAdapter
 from service.engine.step import launcher
 from service.engine.step.inputs import StepInputs

@@ -21,7 +21,7 @@ from tokenizers.models import BPE
 
 from adapters.errors import RowsExceeded
 from adapters.layout import Group
-from adapters.memory.copy_stream import COMPLETED
+from adapters.memory.device_upload import COMPLETED
 from adapters.memory.row_pool import PoolUsage
 from service.engine.engine import Engine, Event
 from service.engine.ipc.config import EngineConfig

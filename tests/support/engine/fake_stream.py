@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from adapters.memory.copy_stream import CopyEvent
+from adapters.memory.device_upload import CopyEvent
 
 
 class FakeMark:
@@ -21,7 +21,7 @@ class FakeMark:
 
 
 class FakeStream:
-    """`adapters.memory.copy_stream.CopyStream`. events: what was asked, tensor operations as "copies: aten.copy_" or
+    """`adapters.memory.device_upload.CopyStream`. events: what was asked, tensor operations as "copies: aten.copy_" or
     "steps: aten.copy_"."""
 
     def __init__(self) -> None:
