@@ -22,6 +22,10 @@ const PLOTS = [
   ["Throughput", "tokens/s", (now, before) => per(now, before, "step_tokens_sum", "seconds")],
   ["Time to first token", "ms", mean("time_to_first_token_seconds")],
   ["Time of a step", "ms", mean("step_seconds")],
+  ["Prompts from the cache", "%", (now, before) => {
+    const part = per(now, before, "prefix_cache_hits_total", "prefix_cache_queries_total");
+    return part === null ? null : part * 100;
+  }],
   ["Adapter rows", "", (now) => now.get("adapter_rows_used"), (now) => now.get("adapter_rows_total")],
 ];
 

@@ -271,9 +271,28 @@ def test_plots_follow_the_metrics(page: Page, server: Server) -> None:
         return all(now != "–" for now in page.texts("figure .now"))
 
     page.until(drawn)
-    assert len(page.texts("figure")) == 4
+    assert len(page.texts("figure")) == 5
     paths = [path.get_attribute("d") for path in page.driver.find_elements(By.CSS_SELECTOR, "figure path")]
     assert all(path.startswith("M") for path in paths)
+
+
+def test_a_plot_shows_the_part_of_prompts_that_the_prefix_cache_has(page: Page, server: Server) -> None:
+    """Before the second request with a prompt it has none of that prompt, then nearly all."""
+    (number,) = [i for i, title in enumerate(page.texts("figure .title")) if title == "Prompts from the cache"]
+    prompts = itertools.count()
+
+    def shown(prompt: list[int]) -> float | None:
+        body = {"model": BASE, "prompt": prompt, "max_tokens": 1}
+        assert server.post("/v1/completions", json=body).status_code == 200
+        found = re.fullmatch(r"([0-9.]+) %", page.texts("figure .now")[number])
+        return float(found[1]) if found else None
+
+    def new() -> list[int]:
+        return [20 + one % 200 for one in range(next(prompts) % 150, 400)]
+
+    page.until(lambda: shown(new()) == 0)
+    same = [30] * 400
+    page.until(lambda: 90 < (shown(same) or 0) < 100)
 
 
 def test_an_answer_is_read_alike_however_it_is_cut(page: Page) -> None:
