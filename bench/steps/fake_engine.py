@@ -6,11 +6,14 @@ server, what the API process does with it is all that is left to measure.
 
 from __future__ import annotations
 
+import atexit
 import os
 import queue
+import statistics
 import sys
 import threading
 import time
+from collections.abc import Callable
 from itertools import count, cycle
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,8 @@ from service.engine.ipc.wire import EngineSide
 from service.text.tokenizer import TextTokenizer
 
 VARIABLE = "STEP_SECONDS"
+# Set: the server tells at its end, in a line that begins so, what the calls for traces have cost its event loop.
+TRACED_VARIABLE, TRACED_LINE = "TIME_TRACES", "traces on the event loop:"
 _TEXT = "The quick boat jumps over seven lazy wizards near brown oxygen, and nobody asks why it does."
 _SIZE = 1 << 20
 _STATS_SECONDS = 0.5
@@ -83,6 +88,38 @@ def _stats(num_running: int, num_steps: int) -> Stats:
     return Stats(**zeros | {"num_running": num_running, "num_steps": num_steps})
 
 
+def time_traces() -> None:
+    """Have this process time the calls for traces, and tell of them at its end."""
+    from service.api.entry.middleware import EntryMiddleware
+    from service.api.metrics.traces import RequestTrace, Tracing
+
+    spent: dict[str, list[int]] = {}
+
+    def timed(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        spent[name] = []
+
+        def run(*args: Any) -> Any:
+            before = time.thread_time_ns()
+            try:
+                return call(*args)
+            finally:
+                spent[name].append(time.thread_time_ns() - before)
+
+        return run
+
+    def tell() -> None:
+        for which, take in (("median", statistics.median), ("mean", statistics.mean), ("least", min)):
+            costs = {name: take(times) / 1e3 for name, times in spent.items() if times}
+            parts = ", ".join(f"{name} {cost:.1f}" for name, cost in costs.items())
+            print(f"{TRACED_LINE} {which} {sum(costs.values()):.1f} us a request ({parts})", file=sys.stderr)
+
+    Tracing.begin = timed("begin", Tracing.begin)  # type: ignore[method-assign]
+    EntryMiddleware._end_trace = timed("end", EntryMiddleware._end_trace)  # type: ignore[method-assign]
+    header = vars(RequestTrace)["header"].fget
+    type.__setattr__(RequestTrace, "header", property(timed("header", header)))
+    atexit.register(tell)
+
+
 if __name__ == "__main__":
     if sys.argv[1].isdigit():
         main(int(sys.argv[1]))
@@ -90,5 +127,7 @@ if __name__ == "__main__":
     from service.cli.main import main as multilora
     from service.engine.ipc import client
 
+    if TRACED_VARIABLE in os.environ:
+        time_traces()
     client.ENGINE_MODULE = "bench.steps.fake_engine"
     sys.exit(multilora(sys.argv[1:]))

@@ -162,7 +162,10 @@ class EntryMiddleware:
             **visit.notes.lines(),
         }
         if visit.trace is not None:
-            self._end_trace(visit.trace, sent_method, route, visit)
+            try:
+                self._end_trace(visit.trace, sent_method, route, visit)
+            except Exception:  # the trace is lost, and nothing else
+                LOGGER.exception("A trace was not taken.", extra={"fields": visit.ids})
         level = logging.DEBUG if route in _PROBES else logging.INFO
         REQUEST_LOGGER.log(level, "request", extra={"fields": fields})
 

@@ -46,8 +46,9 @@ _MOST_WAITING, _MOST_SEQUENCES = 4096, 64
 _LOOK_SECONDS = 0.1
 # What is left is sent for so long at the end; a collector that hangs delays it no longer.
 _FLUSH_SECONDS = 2.0
-# Their lines are one for each batch of spans, or for each header of a client; `_Sender` says what an operator needs.
-_NOISY = ("opentelemetry.exporter", "opentelemetry.sdk._shared_internal", "opentelemetry.trace", "urllib3")
+# Their lines are one for each attempt to send, or for each header of a client.
+_NOISY = ("opentelemetry.trace", "urllib3")
+_EXPORTER_LOGGER = logging.getLogger("opentelemetry.exporter")
 
 
 class Phase(NamedTuple):
@@ -157,7 +158,7 @@ class _Drawn:
 
 
 class _Sender:
-    """The SDK's exporter; says when the collector is lost and when it is back."""
+    """The SDK's exporter; says when the collector is lost, once by the SDK's own line too, and when it is back."""
 
     def __init__(self, endpoint: str) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -168,6 +169,7 @@ class _Sender:
 
     def export(self, spans: Any) -> Any:
         """Send them; those that the collector does not take are lost."""
+        _EXPORTER_LOGGER.setLevel(logging.CRITICAL if self._is_lost else logging.ERROR)
         result = self._exporter.export(spans)
         is_lost = result.name != "SUCCESS"
         if is_lost != self._is_lost:
