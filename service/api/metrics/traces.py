@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import threading
 import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from random import getrandbits
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from service import server_version
@@ -24,7 +26,6 @@ from service.logs import LOGGER
 if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.sdk.trace.sampling import SamplingResult
-    from opentelemetry.trace import SpanContext
     from starlette.datastructures import Headers
 
 # Those that run a model, by what the conventions call that; "": the body decides.
@@ -38,6 +39,12 @@ _OPERATIONS = dict.fromkeys(INFERENCE_PATHS, "chat") | {
     **{path: "rerank" for path in INFERENCE_PATHS if path.endswith("rerank")},
 }
 _TEXT_PATHS = frozenset(path for path in INFERENCE_PATHS if "token" in path)
+# W3C's header; version 00 has no fifth part.
+_TRACEPARENT = re.compile(
+    rb"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})(-.{0,450})?", re.DOTALL
+)
+_SAMPLED, _RANDOM = 1, 2
+_MOST_STATE_CHARS = 512  # as in the SDK
 # The last parts of paths that change adapters, beside all below /v1/adapters.
 _CHANGES = frozenset({"adapters", "load_lora_adapter", "unload_lora_adapter", "load_lora_adapter_from_tensors"})
 # Requests that wait for the thread, and sequences of one request that have spans of their own.
@@ -77,23 +84,27 @@ class Answered:
 
 @dataclass(slots=True)
 class RequestTrace:
-    """The ids of a request's span, its parent and whether it is sampled."""
+    """The ids of a request's span, in hex.
+
+    parent_id  of the client's span; "" without one
+    flags      1: it is sampled; as the client's header has the others
+    states     the client's `tracestate`
+    decided    by the sampler; None where it does as the parent did
+    """
 
     name: str
     operation: str
-    parent: Context | None
-    context: SpanContext
-    sampling: SamplingResult
-
-    @property
-    def trace_id(self) -> str:
-        """For logs."""
-        return f"{self.context.trace_id:032x}"
+    trace_id: str
+    span_id: str
+    parent_id: str
+    flags: int
+    states: list[bytes]
+    decided: SamplingResult | None = None
 
     @property
     def header(self) -> str:
         """The answer's `traceresponse`."""
-        return f"00-{self.trace_id}-{self.context.span_id:016x}-{int(self.context.trace_flags):02x}"
+        return f"00-{self.trace_id}-{self.span_id}-{self.flags:02x}"
 
 
 @dataclass(slots=True)
@@ -124,25 +135,26 @@ class _Drawn:
         self.is_trace_id_random = self.random.is_trace_id_random
         self._result, self._sampled = SamplingResult, Decision.RECORD_AND_SAMPLE
         self._trace: RequestTrace | None = None
+        self._decided: SamplingResult | None = None
         self._is_first = False
 
-    def draw(self, trace: RequestTrace) -> None:
+    def draw(self, trace: RequestTrace, decided: SamplingResult) -> None:
         """The next span is this request's; those after it lie below."""
-        self._trace, self._is_first = trace, True
+        self._trace, self._decided, self._is_first = trace, decided, True
 
     def should_sample(
         self, _context: object, _trace_id: int, _name: str, _kind: object, attributes: Mapping[str, Any], _links: object
     ) -> SamplingResult:
         """As it was decided."""
-        assert self._trace is not None, "a span of no request"
-        drawn = self._trace.sampling
+        drawn = self._decided
+        assert drawn is not None, "a span of no request"
         own = drawn.attributes if self._is_first else {}
         return self._result(self._sampled, {**(attributes or {}), **(own or {})}, drawn.trace_state)
 
     def generate_trace_id(self) -> int:
         """The request's."""
         assert self._trace is not None, "a span of no request"
-        return self._trace.context.trace_id
+        return int(self._trace.trace_id, 16)
 
     def generate_span_id(self) -> int:
         """The request's, once."""
@@ -150,7 +162,7 @@ class _Drawn:
             return self.random.generate_span_id()
         assert self._trace is not None, "a span of no request"
         self._is_first = False
-        return self._trace.context.span_id
+        return int(self._trace.span_id, 16)
 
     def get_description(self) -> str:
         """For the SDK's own logs."""
@@ -193,23 +205,19 @@ class Tracing:
         protocol = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL") or os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL")
         if protocol not in (None, "", "http/protobuf"):
             raise ValueError(f"OTEL_EXPORTER_OTLP_PROTOCOL is {protocol!r}; set it to http/protobuf, or unset it")
-        from opentelemetry import propagate, trace
+        from opentelemetry import trace
+        from opentelemetry.context import Context
         from opentelemetry.sdk.resources import OTELResourceDetector, Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         for name in _NOISY:
             logging.getLogger(name).setLevel(logging.CRITICAL)
         version = server_version()
         own = Resource.create({"service.name": "multilora", "service": version})
-        self._api = trace
-        self._propagator = propagate.get_global_textmap()  # those of OTEL_PROPAGATORS
-        # Baggage, which is among them, says nothing of a span.
-        self._headers = {name.encode(): name for name in self._propagator.fields if name != "baggage"}
-        if self._headers.keys() == {b"traceparent", b"tracestate"}:
-            self._propagator = TraceContextTextMapPropagator()
+        self._api, self._no_context = trace, Context()
         self._sampler = TracerProvider(shutdown_on_exit=False).sampler  # that of OTEL_TRACES_SAMPLER
+        self._follows_parent = os.environ.get("OTEL_TRACES_SAMPLER", "") in ("", "parentbased_always_on")
         drawn: Any = _Drawn()
         self._drawn: _Drawn = drawn
         resource = own.merge(OTELResourceDetector().detect())
@@ -226,28 +234,41 @@ class Tracing:
         """The ids of a request that comes; None for one that has no span."""
         if not _is_traced(method, path):
             return None
-        carrier: dict[str, list[str]] = {}
+        parent, states = None, list[bytes]()
         for key, value in headers.raw:
-            if key in self._headers:
-                carrier.setdefault(self._headers[key], []).append(value.decode("latin-1"))
-        parent = self._propagator.extract(carrier) if carrier else None
-        before = self._api.get_current_span(parent).get_span_context() if parent else self._api.INVALID_SPAN_CONTEXT
-        trace_id = before.trace_id if before.is_valid else self._drawn.random.generate_trace_id()
-        name = f"{method} {path}"
-        decided = self._sampler.should_sample(parent, trace_id, name, self._api.SpanKind.SERVER)
-        flags = before.trace_flags & ~1 if before.is_valid else self._api.TraceFlags.RANDOM_TRACE_ID
-        context = self._api.SpanContext(
-            trace_id,
-            self._drawn.random.generate_span_id(),
-            is_remote=False,
-            trace_flags=self._api.TraceFlags(flags | decided.decision.is_sampled()),
-            trace_state=decided.trace_state,
+            if key == b"traceparent":
+                parent = parent or _TRACEPARENT.fullmatch(value.strip())
+            elif key == b"tracestate":
+                states.append(value)
+        if parent is None or (parent[4] and parent[0].startswith(b"00")):
+            ids, flags, states = (f"{getrandbits(128) or 1:032x}", ""), _SAMPLED | _RANDOM, []
+        else:
+            ids, flags = (parent[1].decode(), parent[2].decode()), int(parent[3], 16)
+        trace = RequestTrace(
+            f"{method} {path}", _OPERATIONS.get(path, ""), ids[0], f"{getrandbits(64) or 1:016x}", ids[1], flags, states
         )
-        return RequestTrace(name, _OPERATIONS.get(path, ""), parent, context, decided)
+        if not self._follows_parent:
+            trace.decided = self._decide(trace, self._parent(trace))
+            trace.flags = flags & ~_SAMPLED | trace.decided.decision.is_sampled()
+        return trace
+
+    def _parent(self, trace: RequestTrace) -> Context | None:
+        """The client's span."""
+        if not trace.parent_id:
+            return None
+        api, states = self._api, [state.decode("latin-1") for state in trace.states]
+        fits = sum(map(len, states)) <= _MOST_STATE_CHARS
+        state = api.TraceState.from_header(states) if fits else None
+        ids, flags = (int(trace.trace_id, 16), int(trace.parent_id, 16)), api.TraceFlags(trace.flags)
+        span = api.NonRecordingSpan(api.SpanContext(*ids, is_remote=True, trace_flags=flags, trace_state=state))
+        return api.set_span_in_context(span, self._no_context)
+
+    def _decide(self, trace: RequestTrace, parent: Context | None) -> SamplingResult:
+        return self._sampler.should_sample(parent, int(trace.trace_id, 16), trace.name, self._api.SpanKind.SERVER)
 
     def end(self, ended: Ended) -> None:
         """The request is over."""
-        if not ended.trace.context.trace_flags.sampled:
+        if not ended.trace.flags & _SAMPLED:
             return
         num_waiting = len(self._waiting)
         if num_waiting < _MOST_WAITING:
@@ -275,7 +296,8 @@ class Tracing:
 
     def _write(self, ended: Ended) -> None:
         trace, answers = ended.trace, ended.answers
-        self._drawn.draw(trace)
+        parent = self._parent(trace)
+        self._drawn.draw(trace, trace.decided or self._decide(trace, parent))
         attributes = ended.attributes
         name = trace.name
         if len(answers) == 1:
@@ -284,7 +306,7 @@ class Tracing:
         elif route := attributes.get("http.route"):
             name = f"{attributes['http.request.method']} {route}"
         root = self._tracer.start_span(
-            name, trace.parent, self._api.SpanKind.SERVER, attributes, start_time=ended.at_ns(ended.began)
+            name, parent, self._api.SpanKind.SERVER, attributes, start_time=ended.at_ns(ended.began)
         )
         below = self._api.set_span_in_context(root)
         for phase in ended.phases:
