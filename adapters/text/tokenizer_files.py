@@ -19,6 +19,7 @@ from adapters.text.vocabulary import (
     listed_tokens,
     merged_config,
     names_tokens,
+    odd_tokens,
     shown,
     special_tokens,
     token_content,
@@ -77,6 +78,10 @@ def read_text(
         for text in left_out
     ]
     notes += changed_flags(listed, special_tokens(config, tokens_map).values(), base)
+    notes += [
+        f"The special token {shown(name)} of {file} is no token's text; what is none was left out."
+        for name, file in odd_tokens(config, tokens_map).items()
+    ]
     known = base or BaseText(lambda _text: None)
     changed = _changed_tokens(config, tokens_map, frozenset(left_out), sources, known.special_tokens)
     ends = _end_tokens(merged_config(config, tokens_map).get("eos_token"), parsed, known, vocab_size, notes)
@@ -102,6 +107,7 @@ def _changed_tokens(
     own = {
         name: base.get(name) if text in left_out else text for name, text in special_tokens(config, tokens_map).items()
     }
+    own |= {name: base[name] for name in odd_tokens(config, tokens_map) if name not in own and name in base}
     changed = {name: own.get(name) for name in sorted({*own, *base}) if own.get(name) != base.get(name)}
     used = {
         name: text for name, text in changed.items() if name == "eos_token" or any(name in source for source in sources)
@@ -208,10 +214,9 @@ def _end_tokens(
     for one in given if isinstance(given, list) else [] if given is None else [given]:
         if type(one) is int and one >= 0 and (vocab_size is None or one < vocab_size):
             found.setdefault(one, "eos_token_id of generation_config.json")
-        else:
-            notes.append(
-                f"The end token {str(one)[:20]} of generation_config.json is none of the base model's; it was left out."
-            )
+            continue
+        told, what = printable(str(one)[:20]), "none of the base model's" if type(one) is int else "no token's id"
+        notes.append(f"The end token {told} of generation_config.json is {what}; it was left out.")
     own = {token_id: file for token_id, file in found.items() if token_id not in base.eos_token_ids}
     if len(own) > _MAX_EOS_TOKENS:
         raise Malformed(f"The adapter names {len(own)} end tokens; this server takes {_MAX_EOS_TOKENS}.")

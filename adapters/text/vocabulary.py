@@ -13,6 +13,7 @@ from adapters.files.safetensors_header import printable, refuse_surrogates
 from adapters.text.side_files import Role
 
 # The named special tokens, in transformers' order; templates see them as variables.
+_TOKENS_BY_NAME = ("model_specific_special_tokens", "extra_special_tokens")
 NAMED_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 # Tokens that no chat prompt contains, unless a template writes them.
 _UNUSED_ROLES = frozenset({"unk_token", "sep_token", "pad_token", "cls_token", "mask_token"})
@@ -72,7 +73,7 @@ def special_tokens(config: Mapping[str, Any], tokens_map: Mapping[str, Any]) -> 
     if isinstance(ends := merged.get("eos_token"), list):
         named["eos_token"] = next(filter(None, map(token_content, ends)), None)
     named |= {name: token_content(value) for name, value in merged.items() if _names_one_more(name)}
-    for key in ("model_specific_special_tokens", "extra_special_tokens"):
+    for key in _TOKENS_BY_NAME:
         if isinstance(more := merged.get(key), dict):
             named |= {name: token_content(value) for name, value in more.items()}
     return {name: text for name, text in named.items() if text is not None}
@@ -81,6 +82,23 @@ def special_tokens(config: Mapping[str, Any], tokens_map: Mapping[str, Any]) -> 
 def merged_config(config: Mapping[str, Any], tokens_map: Mapping[str, Any]) -> dict[str, Any]:
     # Files that list added tokens come from versions that read no special_tokens_map.json.
     return {**config} if "added_tokens_decoder" in config else {**config, **tokens_map}
+
+
+def odd_tokens(config: Mapping[str, Any], tokens_map: Mapping[str, Any]) -> dict[str, str]:
+    """The file of each special token, by its name, that is given as something else than a text, an object with
+    `content`, or null; only an `eos_token` may be a list of such."""
+    odd: dict[str, str] = {}
+    for key, value in merged_config(config, tokens_map).items():
+        if isinstance(value, bool) and key not in NAMED_SPECIAL_TOKENS:
+            continue  # a switch, such as add_bos_token
+        is_one = key in NAMED_SPECIAL_TOKENS or _names_one_more(key)
+        more = value if key in _TOKENS_BY_NAME and isinstance(value, dict) else {key: value} if is_one else {}
+        file = "tokenizer_config" if "added_tokens_decoder" in config or key not in tokens_map else "special_tokens_map"
+        for name, token in more.items():
+            each = token if name == "eos_token" and isinstance(token, list) else [token]
+            if any(one is not None and token_content(one) is None for one in each):
+                odd[name] = f"{file}.json"
+    return odd
 
 
 def _names_one_more(key: str) -> bool:

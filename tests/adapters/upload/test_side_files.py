@@ -208,8 +208,38 @@ def test_what_generation_config_says_beside_is_named() -> None:
         generation_config={"eos_token_id": [10, -1, True], "temperature": 0.6, "top_p": 0.9, "pad_token_id": 0}
     )
     assert found.eos_token_ids == ()
-    assert sum("none of the base model's" in note for note in found.notes) == 3
+    assert sum("none of the base model's" in note for note in found.notes) == 2
+    assert any("True of generation_config.json is no token's id" in note for note in found.notes)
     assert any(note.endswith("not used: temperature, top_p.") for note in found.notes)
+
+
+@pytest.mark.parametrize("odd", ["2", 2.0, {"id": 2}, [[2]], True])
+def test_an_end_token_of_another_type_in_generation_config_is_named(odd: Any) -> None:
+    found = read(generation_config={"eos_token_id": odd})
+    (note,) = found.notes
+    assert (found.eos_token_ids, "is no token's id; it was left out" in note) == ((), True)
+
+
+@pytest.mark.parametrize("odd", [5, 5.0, True, [5], {"id": 5}, {"content": 5}])
+@pytest.mark.parametrize("key", ["eos_token", "bos_token", "pad_token", "turn_token"])
+@pytest.mark.parametrize("role", ["tokenizer_config", "special_tokens_map"])
+def test_a_special_token_of_another_type_is_named_and_the_bases_stays(role: str, key: str, odd: Any) -> None:
+    found = read("{{ eos_token }}{{ bos_token }}{{ pad_token }}", **{role: {**SPECIAL, key: odd}})
+    is_switch = odd is True and key == "turn_token"
+    told = f"The special token '{key}' of {role}.json is no token's text; what is none was left out."
+    assert (found.special_tokens, found.eos_token_ids, found.notes) == ({}, (), () if is_switch else (told,))
+
+
+def test_an_odd_special_token_counts_in_the_file_that_is_read() -> None:
+    odd, decoder = {"eos_token": 5}, {"added_tokens_decoder": {}}
+    named = read(tokenizer_config={**SPECIAL, "extra_special_tokens": {"turn_token": 5}, "pad_token": []})
+    assert [one.split("'")[1] for one in named.notes] == ["pad_token", "turn_token"]
+    some = read(tokenizer_config={**SPECIAL, "eos_token": ["<|im_end|>", 5]})
+    assert (some.special_tokens, some.eos_token_ids, len(some.notes)) == ({"eos_token": "<|im_end|>"}, (4,), 2)
+    assert read(tokenizer_config=odd, special_tokens_map=SPECIAL).notes == ()
+    assert read(tokenizer_config={**SPECIAL, **decoder}, special_tokens_map=odd).notes == ()
+    assert read(tokenizer_config={**odd, **decoder}, special_tokens_map=SPECIAL).notes != ()
+    assert read(tokenizer_config={**SPECIAL, "eos_token": []}).notes == ()
 
 
 @pytest.mark.parametrize(
