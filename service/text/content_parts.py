@@ -17,6 +17,9 @@ Message = dict[str, Any]
 Render = Callable[[list[Message], list[Message] | None], str | None]
 
 _FIRST, _TEXTS = "probeonefirst", ("probeonefirst", "probetwosecond", "probefourthird")
+# A template may show some parts only (`content[:3]`), so that one is asked with as many as a message has, rounded up to
+# a power of two; more than these are joined.
+_MAX_ASKED_PARTS = 1024
 # A key that no template reads: it shows in the text where parts are written as Python data or as JSON.
 _ODD_KEY = "probethreekey"
 _CALL = {"id": "callprobe", "type": "function", "function": {"name": "probe_tool", "arguments": {}}}
@@ -51,19 +54,19 @@ class ContentForms:
 
     def __init__(self, render: Render) -> None:
         self._render = render
-        self._known: dict[tuple[str, str], bool] = {}
+        self._known: dict[tuple[str, str, int], bool] = {}
 
     def shown(self, message: Mapping[str, Any]) -> Message:
         """The message with its content in a form that the template shows.
 
-        Parts stay parts where the template shows several of them as it shows a text. Elsewhere their texts are joined
+        Parts stay parts where the template shows so many of them as it shows a text. Elsewhere their texts are joined
         with a newline, as vLLM joins them. A text becomes one part for a template that shows parts alone.
         """
         content = message.get("content")
         if content is None:
             return dict(message)
         kind = _kind(message)
-        if isinstance(content, list) and self._asked("parts", kind):
+        if isinstance(content, list) and self._takes_all(len(content), kind):
             return {**message, "content": _Parts(_Part(part) for part in content)}
         text = text_of(content)
         if not self._asked("text", kind) and self._asked("one part", kind):
@@ -81,10 +84,17 @@ class ContentForms:
         """Whether the template shows messages of the role."""
         return self._asked("text", role) or self._asked("one part", role)
 
-    def _asked(self, form: Literal["text", "one part", "parts"], kind: str) -> bool:
-        if (known := self._known.get((form, kind))) is not None:
+    def _takes_all(self, num_parts: int, kind: str) -> bool:
+        if num_parts > _MAX_ASKED_PARTS:
+            return False
+        return self._asked(
+            "parts", kind, len(_TEXTS) if num_parts <= len(_TEXTS) else 1 << (num_parts - 1).bit_length()
+        )
+
+    def _asked(self, form: Literal["text", "one part", "parts"], kind: str, num_parts: int = 0) -> bool:
+        if (known := self._known.get((form, kind, num_parts))) is not None:
             return known
-        if len(self._known) >= _MAX_KNOWN:
+        if kind not in _KINDS and len(self._known) >= _MAX_KNOWN:
             return form == "text"
         match form:
             case "text":
@@ -92,9 +102,10 @@ class ContentForms:
             case "one part":
                 takes = any(shown(_odd_parts(_FIRST), _FIRST) for shown in self._questions(kind))
             case "parts":
-                answers = {_takes_parts(shown) for shown in self._questions(kind)}
+                texts = (*_TEXTS, *(f"probefive{index}." for index in range(len(_TEXTS), num_parts)))
+                answers = {_takes_parts(shown, texts) for shown in self._questions(kind)}
                 takes = True in answers and False not in answers
-        self._known[form, kind] = takes
+        self._known[form, kind, num_parts] = takes
         return takes
 
     def _questions(self, kind: str) -> Iterator[_Shown]:
@@ -113,7 +124,8 @@ class ContentForms:
 
 
 _Shown = Callable[..., str | None]
-_MAX_KNOWN = 48  # roles come from requests
+_KINDS = ("user", "assistant", "call", "tool", "system", "developer")
+_MAX_KNOWN = 128  # other roles come from requests
 
 
 def _kind(message: Mapping[str, Any]) -> str:
@@ -121,12 +133,12 @@ def _kind(message: Mapping[str, Any]) -> str:
     return "call" if role == "assistant" and message.get("tool_calls") else role
 
 
-def _takes_parts(shown: _Shown) -> bool | None:
-    """Whether a conversation shows several parts as it shows a text; None if it shows neither."""
-    texts = [shown(between.join(_TEXTS), *_TEXTS) for between in ("", "\n")]
-    parts = shown(_odd_parts(*_TEXTS), *_TEXTS)
-    if texts[0] is not None:
-        return parts in texts
+def _takes_parts(shown: _Shown, texts: Sequence[str]) -> bool | None:
+    """Whether a conversation shows the parts as it shows a text; None if it shows neither."""
+    joined = [shown(between.join(texts), *texts) for between in ("", "\n")]
+    parts = shown(_odd_parts(*texts), *texts)
+    if joined[0] is not None:
+        return parts in joined
     return True if parts is not None else None if shown(_odd_parts(_FIRST), _FIRST) is None else False
 
 

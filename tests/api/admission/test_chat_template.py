@@ -210,6 +210,33 @@ def test_no_part_is_lost_and_none_is_shown_as_python_data(
             assert from_parts == from_text == expected(joined)
 
 
+SOME_PARTS = (
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for b in SOME %}{{ b.text }}{% endfor %}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("some", ["m.content[:3]", "m.content[:6]", "[m.content[0], m.content[1], m.content[-1]]"])
+@pytest.mark.parametrize("role", ["user", "tool"])
+def test_no_part_is_lost_where_a_template_shows_a_few_of_them(
+    special_tokens: dict[str, str], some: str, role: str
+) -> None:
+    template = ChatTemplate(shown_by(role, SOME_PARTS.replace("SOME", some)), special_tokens)
+    for num_parts in (2, 3, 4, 6, 7, 40, 1025):
+        said = [f"part {index}." for index in range(num_parts)]
+        shown = template.render(chat_with(role, [{"type": "text", "text": one} for one in said]))
+        assert all(one in shown for one in said)
+        assert said[0] + said[1] in shown or "\n".join(said) in shown
+
+
+def test_all_parts_stay_parts_where_a_template_shows_all(special_tokens: dict[str, str]) -> None:
+    template = ChatTemplate("{% for m in messages %}" + BOTH + "{% endfor %}", special_tokens)
+    for num_parts in (4, 5, 9, 1024):
+        said = [f"part {index}." for index in range(num_parts)]
+        assert template.render([{"role": "user", "content": [{"type": "text", "text": one} for one in said]}]) == (
+            "".join(said)
+        )
+
+
 def test_a_result_is_shown_where_all_contents_are_parts(special_tokens: dict[str, str]) -> None:
     """The probe's call has a part as well: a template that reads the first part of a call refuses texts."""
     template = ChatTemplate("{% for m in messages %}[{{ m.role }}]{{ m.content[0].text }}{% endfor %}", special_tokens)
