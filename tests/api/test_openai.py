@@ -381,6 +381,23 @@ class TestSampling:
         assert answer.choices[0].model_extra["stop_reason"] == 50
         assert answer.usage.completion_tokens == 1
 
+    @pytest.mark.parametrize("stream", [False, True])
+    def test_an_end_without_a_reason_and_an_answer_without_thoughts_say_null(
+        self, client: openai.OpenAI, stream: bool
+    ) -> None:
+        """As vLLM's, whose clients read these keys of every answer; the pieces before the last have none."""
+        plain: Any = {"model": BASE, "stream": stream, "max_tokens": 3, "temperature": 0}
+        for said in (
+            client.completions.create(prompt="the", **plain),
+            client.chat.completions.create(messages=CHAT, **plain),
+        ):
+            choices = [choice for one in (said if stream else [said]) for choice in one.choices]  # type: ignore[union-attr]
+            assert (choices[-1].finish_reason, choices[-1].model_extra["stop_reason"]) == ("length", None)
+            assert all("stop_reason" not in choice.model_extra for choice in choices[:-1])
+        if not stream:
+            message = choices[0].message.model_extra
+            assert (message["reasoning"], message["reasoning_content"]) == (None, None)
+
     def test_the_end_token_stops_unless_it_is_ignored(self, client: openai.OpenAI) -> None:
         forced: Any = {"model": BASE, "prompt": "the", "logit_bias": {"2": 100}, **GREEDY}
         stopped = client.completions.create(**forced)

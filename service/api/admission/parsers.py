@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from service.api.errors import BadRequest, quoted
+from service.api.errors import BadRequest
 from service.api.schema.requests import ChatRequest, TokenizeRequest
 from service.api.schema.tools import NamedTool, OtherTool, Tool, callable_tools, functions_of, may_skip_calls
 from service.api.state import Services
@@ -17,7 +17,7 @@ from service.text.generic_tools import has_calls
 from service.text.template_worker import AdapterTemplate
 
 # From the least to the most, as OpenAI's models have them.
-_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max", "ultra")
 # DeepSeek's and Granite's switch.
 _THINKING_VARIABLE = re.compile(r"\bif (not )?thinking\b|\bthinking is (not )?defined\b|\bset thinking\b")
 
@@ -53,12 +53,14 @@ def writes_tools_of(
 
 
 def left_out(request: ChatRequest | TokenizeRequest) -> list[str]:
-    """The parts of a request that have no effect: tools of types that this server does not run, and a `response_format`
-    where a call must come, since the tool's schema decides then."""
+    """The parts of a request that have no effect: tools of types that this server does not run, a `response_format`
+    where a call must come, since the tool's schema decides then, and `verbosity`, which no chat template knows."""
     tools = [one for one in enumerate(request.tools or ()) if isinstance(one[1], OtherTool)]
     names = [f"tools[{index}] ({tool.type})" for index, tool in tools]
     if isinstance(request, ChatRequest) and is_format_idle(request):
         names.append("response_format")
+    if isinstance(request, ChatRequest) and request.verbosity in ("low", "high"):
+        names.append("verbosity")
     return names
 
 
@@ -70,22 +72,25 @@ def is_format_idle(request: ChatRequest) -> bool:
 
 def thinking_variables(services: Services, request: ChatRequest | TokenizeRequest, source: str) -> list[dict[str, Any]]:
     """The template's variables for `reasoning_effort` (as in vLLM) and `enable_thinking`: the requested value first,
-    then the nearest one, for a template that raises an error at unknown values; none if the template reads neither.
-    BadRequest if `enable_thinking` asks for something that the template ignores."""
+    then the nearest one, for a template that raises an error at unknown values, and at last none, which is the
+    template's own default; none too if it reads neither, and for a word that only a switch could take, of which nobody
+    knows whether it asks for thoughts. BadRequest if `enable_thinking` asks for something that the template ignores."""
     effort, is_wanted = request.reasoning_effort, request.enable_thinking
     has_switch = "enable_thinking" in source
     choices: list[dict[str, Any]] = [{}]
     if effort and "reasoning_effort" in source:
-        switch = {"enable_thinking": effort != "none", "thinking": effort != "none"}
+        switch = {"enable_thinking": effort != "none", "thinking": effort != "none"} if effort in _EFFORTS else {}
         choices = [{"reasoning_effort": word, **switch} for word in (effort, *_nearest(effort, source))] + [switch]
-    elif effort and effort not in _EFFORTS:
-        raise _not_taken("reasoning_effort", repr(quoted(effort)))
-    elif effort and (has_switch or _THINKING_VARIABLE.search(source)):
+    elif effort in _EFFORTS and (has_switch or _THINKING_VARIABLE.search(source)):
         choices = [{"enable_thinking": effort != "none", "thinking": effort != "none"}]
     if is_wanted is None:
         return choices
     if not has_switch and (is_wanted or not _never_thinks(services, source)):
-        raise _not_taken("enable_thinking", str(is_wanted).lower())
+        value = str(is_wanted).lower()
+        raise BadRequest(
+            f"`enable_thinking` is {value}, which this model's chat template does not take; leave it out.",
+            param="enable_thinking",
+        )
     return [{**choice, "enable_thinking": is_wanted} for choice in choices]
 
 
@@ -111,12 +116,6 @@ def _nearest(effort: str, source: str) -> list[str]:
     at = _EFFORTS.index(effort)
     named = [one for one in _EFFORTS if one != effort and (f"'{one}'" in source or f'"{one}"' in source)]
     return sorted(named, key=lambda one: (abs(_EFFORTS.index(one) - at), one == "none"))
-
-
-def _not_taken(field: str, value: str) -> BadRequest:
-    return BadRequest(
-        f"`{field}` is {value}, which this model's chat template does not take; leave it out.", param=field
-    )
 
 
 def reading_of(

@@ -63,8 +63,8 @@ class ChatFormatter:
                 words.append(one)
         content = "".join(words)
         message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls or thoughts else "")}
-        if thoughts and self._includes_thoughts:
-            message["reasoning"] = message["reasoning_content"] = "".join(thoughts)
+        shown = "".join(thoughts) if self._includes_thoughts else ""
+        message["reasoning"] = message["reasoning_content"] = shown or None  # vLLM has the key in every message
         if calls:
             message["tool_calls"] = calls
             self.calls_span = began, time.perf_counter()

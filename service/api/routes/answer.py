@@ -140,7 +140,7 @@ class Answer(ABC, Generic[AnyRequest]):
 
     def _ended(self, piece: OutputChunk) -> dict[str, Any]:
         """The fields of a choice that both shapes have, if there are any."""
-        reason: dict[str, Any] = {} if piece.stop_reason is None else {"stop_reason": piece.stop_reason}
+        reason: dict[str, Any] = {} if piece.finish_reason is None else {"stop_reason": piece.stop_reason}
         if piece.versions:
             reason["adapter_versions"] = msgspec.to_builtins(piece.versions)
         return reason | ({"token_ids": piece.token_ids} if self._request.return_token_ids else {})

@@ -214,7 +214,11 @@ class ResponseAnswer:
     def _response(self, status: str, usage: dict[str, Any] | None) -> dict[str, Any]:
         request = self._request
         told = sampling_parameters(request, self._defaults)
-        text_format = (request.text.format if request.text is not None else None) or {"type": "text"}
+        text = request.text
+        told_text = {
+            "format": (text and text.format) or {"type": "text"},
+            "verbosity": (text and text.verbosity) or "medium",
+        }
         return {
             "id": self.id,
             "object": "response",
@@ -236,7 +240,7 @@ class ResponseAnswer:
             "store": bool(self.items),
             "system_fingerprint": self.job.fingerprint,
             "temperature": told["temperature"],
-            "text": {"format": text_format, "verbosity": "medium"},
+            "text": told_text,
             "tool_choice": request.tool_choice or "auto",
             "tools": request.tools or [],
             "top_logprobs": request.top_logprobs or 0,

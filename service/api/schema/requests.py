@@ -301,6 +301,7 @@ class ChatRequest(TemplateFields, Generation):
         None, description="false: thoughts stay in `content`; true, the default: they are `reasoning_content`"
     )
     include_reasoning: bool | None = Field(None, description="false: leave `reasoning_content` out; true by default")
+    verbosity: Literal["low", "medium", "high"] | None = Field(None, description="left out: ask in the prompt")
 
     @model_validator(mode="after")
     def _check_pairs(self) -> ChatRequest:

@@ -21,7 +21,6 @@ from service.api.schema.requests import ChatRequest, Decoding
 from service.api.schema.unserved_fields import (
     RESPONSE_FIELDS,
     RESPONSE_REASONING_FIELDS,
-    RESPONSE_TEXT_FIELDS,
     STREAM_FIELDS,
 )
 from service.fairness.thread_pool import LONG_TEXT_CHARS
@@ -47,6 +46,7 @@ NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning.effort",
+    "verbosity": "text.verbosity",
     "tool_choice.allowed_tools": "tool_choice",
 }
 
@@ -122,9 +122,8 @@ class ReasoningOptions(Request):
 class TextOptions(Request):
     """Format of the answer's text."""
 
-    unserved = RESPONSE_TEXT_FIELDS
-
     format: dict[str, Any] | None = Field(None, description="a `response_format` of chats, written flat")
+    verbosity: Literal["low", "medium", "high"] | None = Field(None, description="left out: ask in the input")
 
 
 class ResponsesRequest(Decoding):
@@ -224,8 +223,10 @@ def chat_of(request: ResponsesRequest) -> ChatRequest:
     fields["logprobs"] = bool(request.top_logprobs) or _LOGPROBS in (request.include or ())
     if request.stream:
         fields["stream_options"] = {"include_usage": True}
-    if request.text is not None and request.text.format is not None:
-        fields["response_format"] = _nested(request.text.format, "json_schema")
+    if request.text is not None:
+        fields["verbosity"] = request.text.verbosity
+        if request.text.format is not None:
+            fields["response_format"] = _nested(request.text.format, "json_schema")
     if request.tools:
         fields["tools"] = [_nested(tool, "function") for tool in request.tools]
     if isinstance(request.tool_choice, dict):

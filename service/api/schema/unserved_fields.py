@@ -190,6 +190,7 @@ RESPONSE_FIELDS = GENERATION_FIELDS | _table(
     _refused("messages", advice="send `input`"),
     _refused("max_tokens", "max_completion_tokens", advice="send `max_output_tokens`"),
     _refused("response_format", advice="send `text.format`"),
+    _refused("verbosity", neutral=("medium",), advice="send `text.verbosity`"),
     _refused("reasoning_effort", "enable_thinking", advice="send `reasoning.effort`"),
     _refused("logprobs", neutral=(False,), advice='send `include`: ["message.output_text.logprobs"]'),
     *_OF_CHATS_ALONE,
@@ -235,7 +236,6 @@ RESPONSE_REASONING_FIELDS = _table(
     _refused("context", neutral=("auto",)),
     _refused("mode", neutral=("standard",)),
 )
-RESPONSE_TEXT_FIELDS = _table(_refused("verbosity", neutral=("medium",), advice="ask for the length in the input"))
 # Fields of `stream_options`. Obfuscation pads chunks against those who watch their sizes; the field turns it off or on.
 STREAM_FIELDS = _table(_inert("include_obfuscation"))
 # Fields of a tool's definition.

@@ -133,16 +133,16 @@ def test_a_template_sees_how_much_to_think_if_it_takes_that(server: Server, chec
         assert text(answer("effort", "none").json()["tokens"]) == "<none False>"
         told = {"chat_template_kwargs": {"enable_thinking": "as told"}}
         assert text(answer("effort", "low", **told).json()["tokens"]) == "<low as told>"
-        for effort in ("none", "minimal", "low", "medium", "high", "xhigh"):
+        for effort in ("none", "minimal", "low", "medium", "high", "xhigh", "ultra"):
             assert text(answer("switch", effort).json()["tokens"]) == f"<{effort != 'none'}>"
             assert text(answer("named", effort).json()["tokens"]) == ("<on>" if effort != "none" else "<off>")
             assert (answer("thinker", effort).status_code, answer(BASE, effort).status_code) == (200, 200)
-        nearest = {"none": "none False", "minimal": "low True", "medium": "low True", "xhigh": "high True"}
+        nearest = {"none": "none False", "minimal": "low True", "medium": "low True", "ultra": "high True"}
         assert {effort: text(answer("words", effort).json()["tokens"]).strip("<>") for effort in nearest} == nearest
-        for model in ("switch", "thinker", BASE):
-            refused = answer(model, "deep")
-            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "reasoning_effort")
-            assert "does not take" in refused.json()["error"]["message"]
+        for effort in ("deep", "auto", "\N{SNOWMAN}", "x" * 500):  # a word that nobody knows leaves a model as it is
+            for model in ("switch", "named", "thinker", "words", BASE):
+                assert answer(model, effort).json()["tokens"] == answer(model, "").json()["tokens"]
+        assert text(answer("effort", "deep").json()["tokens"]) == "<deep >"
         for model, is_wanted in (("effort", False), ("switch", True), (BASE, False)):
             plain, told = answer(model, "none"), answer(model, "", enable_thinking=is_wanted)
             assert (plain.status_code, told.status_code) == (200, 200)
@@ -162,11 +162,20 @@ def test_a_template_sees_how_much_to_think_if_it_takes_that(server: Server, chec
         assert server.post("/v1/responses", json=asked).status_code == 200
         for model, effort, named in (
             (BASE, "high", "reasoning_effort"), (BASE, "none", None), ("switch", "high", None),
-            ("thinker", "none", "reasoning_effort"), ("effort", "low", None),
+            ("thinker", "none", "reasoning_effort"), ("effort", "low", None), ("effort", "ultra", None),
+            ("words", "deep", "reasoning_effort"), ("switch", "deep", "reasoning_effort"), ("switch", "ultra", None),
         ):  # fmt: skip
             chat = {"model": model, "messages": [USER], "reasoning_effort": effort, "max_tokens": 1}
             answered = server.post("/v1/chat/completions", json=chat)
             assert (answered.status_code, answered.headers.get("X-Multilora-Left-Out")) == (200, named)
+        for word, named in (("low", "verbosity"), ("medium", None), ("high", "verbosity")):
+            for path, field, asked in (
+                ("/v1/chat/completions", "verbosity", {**plain, "verbosity": word}),
+                ("/v1/responses", "text.verbosity", {"model": BASE, "input": "hi", "text": {"verbosity": word}}),
+            ):
+                answered = server.post(path, json=asked)
+                assert answered.headers.get("X-Multilora-Left-Out") == (named and field)
+                assert "text" not in answered.json() or answered.json()["text"]["verbosity"] == word
     finally:
         for name in sources:
             server.http.delete(f"{server.url}/v1/adapters/{name}").raise_for_status()

@@ -156,7 +156,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str | None, str]] = [
     ),
     ({"audio": {"voice": "x"}}, "audio", "not supported"),
     ({"modalities": ["audio"]}, "modalities", "not supported"),
-    ({"reasoning_effort": "deep"}, "reasoning_effort", "does not take"),
+    ({"verbosity": "huge"}, "verbosity", "'low', 'medium' or 'high'"),
     ({"reasoning_effort": 3}, "reasoning_effort", "valid string"),
     ({"prompt": "x"}, "prompt", "not a field"),
     ({"max_tokens": 3, "max_completion_tokens": 4}, None, "differ"),
