@@ -190,7 +190,6 @@ RESPONSE_FIELDS = GENERATION_FIELDS | _table(
     _refused("messages", advice="send `input`"),
     _refused("max_tokens", "max_completion_tokens", advice="send `max_output_tokens`"),
     _refused("response_format", advice="send `text.format`"),
-    _refused("verbosity", neutral=("medium",), advice="send `text.verbosity`"),
     _refused("reasoning_effort", "enable_thinking", advice="send `reasoning.effort`"),
     _refused("logprobs", neutral=(False,), advice='send `include`: ["message.output_text.logprobs"]'),
     *_OF_CHATS_ALONE,
