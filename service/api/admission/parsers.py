@@ -72,15 +72,16 @@ def is_format_idle(request: ChatRequest) -> bool:
 
 def thinking_variables(services: Services, request: ChatRequest | TokenizeRequest, source: str) -> list[dict[str, Any]]:
     """The template's variables for `reasoning_effort` (as in vLLM) and `enable_thinking`: the requested value first,
-    then the nearest one, for a template that raises an error at unknown values, and at last none, which is the
-    template's own default; none too if it reads neither, and for a word that only a switch could take, of which nobody
-    knows whether it asks for thoughts. BadRequest if `enable_thinking` asks for something that the template ignores."""
+    then the nearest one, for a template that raises an error at unknown values; for a word that nobody knows the
+    template's own default before that. None if it reads neither, or has a switch alone for such a word. BadRequest if
+    `enable_thinking` asks for something that the template ignores."""
     effort, is_wanted = request.reasoning_effort, request.enable_thinking
     has_switch = "enable_thinking" in source
     choices: list[dict[str, Any]] = [{}]
     if effort and "reasoning_effort" in source:
         switch = {"enable_thinking": effort != "none", "thinking": effort != "none"} if effort in _EFFORTS else {}
-        choices = [{"reasoning_effort": word, **switch} for word in (effort, *_nearest(effort, source))] + [switch]
+        first, *others = [{"reasoning_effort": word, **switch} for word in (effort, *_nearest(effort, source))]
+        choices = [first, *others, switch] if switch else [first, {}, *others]
     elif effort in _EFFORTS and (has_switch or _THINKING_VARIABLE.search(source)):
         choices = [{"enable_thinking": effort != "none", "thinking": effort != "none"}]
     if is_wanted is None:
@@ -110,10 +111,9 @@ def _never_thinks(services: Services, source: str) -> bool:
 
 
 def _nearest(effort: str, source: str) -> list[str]:
-    """Other efforts that the template names, the nearest first; of two as near the one that thinks."""
-    if effort not in _EFFORTS:
-        return []
-    at = _EFFORTS.index(effort)
+    """Other efforts that the template names, the nearest first; of two as near the one that thinks. To a word that
+    nobody knows those in the middle are."""
+    at = _EFFORTS.index(effort if effort in _EFFORTS else "medium")
     named = [one for one in _EFFORTS if one != effort and (f"'{one}'" in source or f'"{one}"' in source)]
     return sorted(named, key=lambda one: (abs(_EFFORTS.index(one) - at), one == "none"))
 
