@@ -49,6 +49,10 @@ class TestAnswers:
             assert found == pytest.approx(one.embedding, abs=CLOSE)
         assert answer.usage.prompt_tokens == len(token_ids(server, TEXT)) + len(token_ids(server, "a tin"))
         assert answer.usage.total_tokens == answer.usage.prompt_tokens
+        told, usage = answer.model_extra or {}, answer.usage.model_extra  # vLLM's clients read these
+        assert told["id"].startswith("embd-")
+        assert told["created"] > 1_700_000_000
+        assert usage == {"completion_tokens": 0, "prompt_tokens_details": None}
         chat = client.completions.create(model="alpha", prompt="the", max_tokens=1)
         assert answer.system_fingerprint == chat.system_fingerprint  # type: ignore[attr-defined]
 

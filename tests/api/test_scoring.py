@@ -111,7 +111,8 @@ class TestClassify:
             assert one["probs"] == pytest.approx(expected[index], abs=CLOSE)
             assert one["label"] == list(LABELS.values())[int(expected[index].argmax())]
         num_tokens = sum(server.post("/tokenize", json={"prompt": one}).json()["count"] for one in (QUERY, "a tin"))
-        assert answer["usage"] == {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+        empty = {"completion_tokens": 0, "prompt_tokens_details": None}
+        assert answer["usage"] == {"prompt_tokens": num_tokens, "total_tokens": num_tokens, **empty}
 
     @pytest.mark.parametrize(
         ("model", "tensors", "activation"),

@@ -338,15 +338,20 @@ class TestEnds:
     def test_only_the_background_is_cancelled(self, stored: Stored) -> None:
         stored.says("So.")
         answer = stored.create("the")
-        with pytest.raises(openai.BadRequestError, match="background"):
+        with pytest.raises(openai.BadRequestError, match="Cannot cancel a synchronous response"):
             stored.client.responses.cancel(answer.id)
+        stored.client.responses.delete(answer.id)
+        with pytest.raises(openai.NotFoundError, match=f"Response with id '{answer.id}' not found"):
+            stored.client.responses.retrieve(answer.id)
+        with pytest.raises(openai.BadRequestError, match="background can only be used when `store` is true"):
+            stored.create("the", background=True, store=False)
 
 
 class TestBackground:
     def test_it_goes_on_without_its_client(self, stored: Stored) -> None:
         stored.says("So it is.")
         begun = stored.create("the", background=True)
-        assert (begun.status, begun.background, begun.output) == ("in_progress", True, [])
+        assert (begun.status, begun.background, begun.output) == ("queued", True, [])
         retrieve = stored.client.responses.retrieve
         wait_for(lambda: retrieve(begun.id).status != "in_progress", "the response to be complete")
         ended = retrieve(begun.id)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import math
+import time
 from array import array
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
+from uuid import uuid4
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -90,6 +93,16 @@ async def run_all(request: Request, services: Services, held: Admitted) -> tuple
     return jobs[0], [piece for start in sorted(found) for piece in found[start]]
 
 
+def prompt_usage(num_tokens: int) -> dict[str, Any]:
+    """Token counts of an answer without words, with the keys that vLLM sends."""
+    return {
+        "prompt_tokens": num_tokens,
+        "total_tokens": num_tokens,
+        "completion_tokens": 0,
+        "prompt_tokens_details": None,
+    }
+
+
 def num_tokens_of(held: Admitted) -> int:
     """Tokens of all prompts."""
     return sum(len(plan.prompt.token_ids) for plan in held.plans)
@@ -107,14 +120,16 @@ def _check_dimensions(ready: Ready, body: EmbeddingRequest) -> None:
 def _answer(body: EmbeddingRequest, job: GenerationJob, vectors: Sequence[bytes], num_tokens: int) -> Response:
     return JsonResponse(
         {
+            "id": f"embd-{uuid4().hex}",
             "object": "list",
+            "created": int(time.time()),
             "data": [
                 {"object": "embedding", "index": index, "embedding": _written(body, vector)}
                 for index, vector in enumerate(vectors)
             ],
             "model": job.name,
             "system_fingerprint": job.fingerprint,
-            "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+            "usage": prompt_usage(num_tokens),
         }
     )
 

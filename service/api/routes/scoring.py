@@ -20,7 +20,7 @@ from service.api.http.json_body import JsonRoute
 from service.api.http.sse import JsonResponse
 from service.api.openapi import GENERATION_ERRORS
 from service.api.routes.answer import admitted
-from service.api.routes.embeddings import NUMBER_CHARS, coded, num_tokens_of, run_all, unit
+from service.api.routes.embeddings import NUMBER_CHARS, coded, num_tokens_of, prompt_usage, run_all, unit
 from service.api.schema.pooled import (
     ClassificationList,
     ClassifyRequest,
@@ -49,7 +49,7 @@ class _Outputs:
         self.model = job.name
         self.labels = held.target.labels
         self.pieces = pieces
-        self.usage = {"prompt_tokens": num_tokens_of(held), "total_tokens": num_tokens_of(held)}
+        self.usage = prompt_usage(num_tokens_of(held))
         self._problem_type = parts[0].manifest.problem_type if parts else ""
 
     def numbers(self, piece: OutputChunk, body: PooledRequest) -> array[float]:

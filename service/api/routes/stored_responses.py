@@ -155,7 +155,7 @@ async def cancel_response(request: Request, response_id: str) -> Response:
     store, tenant = _store(request), caller_of(request).tenant.name
     stored = await _stored(request, response_id)
     if not stored.response["background"]:
-        raise BadRequest("Only a response in the `background` can be cancelled; close the connection of others.")
+        raise BadRequest("Cannot cancel a synchronous response; close its connection.")
     if stored.response["status"] == "in_progress":
         await _end(store, response_id)
         stored = await _stored(request, response_id)
@@ -232,8 +232,8 @@ async def put(services: Services, tenant: str, stored: StoredResponse) -> bool:
 
 
 async def run_in_background(services: Services, tenant: str, answer: Background) -> dict[str, Any]:
-    """Let the answer go on without its client; the response as it is now. ApiError, with the job closed, if it cannot
-    be stored."""
+    """Let the answer go on without its client; the response as it is now, queued. ApiError, with the job closed, if it
+    cannot be stored."""
     store, begun = services.responses, answer.begun()
     assert store is not None, "nothing is stored here"
     try:
@@ -249,7 +249,7 @@ async def run_in_background(services: Services, tenant: str, answer: Background)
     task = asyncio.create_task(_run(store, tenant, answer, claim), name="background response")
     store.running[answer.id] = task
     task.add_done_callback(lambda _task: store.running.pop(answer.id))
-    return begun
+    return {**begun, "status": "queued"}
 
 
 async def _run(store: ResponseStore, tenant: str, answer: Background, claim: BinaryIO) -> None:
@@ -300,7 +300,7 @@ async def _stored(request: Request, response_id: str) -> StoredResponse:
 
 
 def _unknown(response_id: str, param: str | None = None) -> UnknownResponse:
-    sentence = f"The response {quoted(response_id)!r} does not exist; it may have made room for newer ones."
+    sentence = f"Response with id {quoted(response_id)!r} not found; it may have made room for newer ones."
     return UnknownResponse(sentence, param=param)
 
 

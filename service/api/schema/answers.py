@@ -69,15 +69,19 @@ class Embedding(Response):
 
 
 class EmbeddingUsage(Response):
-    """Token counts of embeddings."""
+    """Token counts of embeddings; the last two are there for vLLM's clients."""
 
     prompt_tokens: int
     total_tokens: int
+    completion_tokens: Literal[0]
+    prompt_tokens_details: None
 
 
 class EmbeddingList(Response):
     """Answer of POST /v1/embeddings: one for each input, in order."""
 
+    id: str
+    created: int
     object: Literal["list"]
     data: list[Embedding]
     model: str

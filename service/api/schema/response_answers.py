@@ -77,7 +77,7 @@ class ResponseObject(Response):
     object: Literal["response"]
     created_at: int
     completed_at: int | None
-    status: Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
     background: bool
     error: ResponseError | None
     incomplete_details: IncompleteDetails | None

@@ -171,7 +171,7 @@ class ResponsesRequest(Decoding):
         if self.background and self.stream:
             raise field_error("background", "`background` cannot be streamed here; leave out it or `stream`.")
         if self.background and self.store is False:
-            raise field_error("background", "`background` needs a stored response; leave out `store`.")
+            raise field_error("background", "background can only be used when `store` is true; leave `store` out.")
         return self
 
     @property
