@@ -76,6 +76,10 @@ def check_tokens(known: KnownModules, others: OtherTensors, adapted: Collection[
 
 
 _WITHOUT_TENSORS = "target_modules names it, but the file has no tensors for it"
+_NO_PARAMETER = (
+    "target_parameters names it, but the base model has no such parameter and the file no tensors for it; send the "
+    "adapter to the base that it was trained on"
+)
 
 
 def bind(layout: BaseLayout, config: AdapterConfig, tensors: Mapping[str, Tensor]) -> Binding:
@@ -103,6 +107,8 @@ def bind(layout: BaseLayout, config: AdapterConfig, tensors: Mapping[str, Tensor
     problems += faults
     of_experts, faults = _bind_experts(layout, config, others)
     problems += faults
+    if not (problems or of_experts):
+        problems += _check_parameters(config, found)
     order = {piece.module: at for at, piece in enumerate(piece for p in layout.projections for piece in p.slices)}
     slices = sorted((*slices, *of_experts), key=lambda bound: order[bound.slice.module])
     adapted = {rows.module for entry in found.values() for rows in entry.rows}
@@ -130,6 +136,12 @@ def bind(layout: BaseLayout, config: AdapterConfig, tensors: Mapping[str, Tensor
         config.head_facts if any(extra.module == SCORE for extra in extras) else None,
         config.classifier_from_token,
     )
+
+
+def _check_parameters(config: AdapterConfig, found: Mapping[str, FoundModule]) -> Problems:
+    if any(is_targeted_parameter(config, f"{entry.path}.weight") for entry in found.values()):
+        return []
+    return [(one, _NO_PARAMETER) for one in config.target_parameters]
 
 
 def _bind_modules(

@@ -400,6 +400,14 @@ def test_a_whole_embedding_is_the_head_too_where_training_tied_them(
     assert [(one.module, one.group) for one in binding.extras] == (both if ties_head and asks else both[1:])
 
 
+def test_parameters_that_neither_the_base_nor_the_file_has_are_named(tmp_path: Path) -> None:
+    tensors = lora_tensors(LAYOUT, Q, 3)
+    settings = {"r": 3, "target_modules": ["q_proj"]}
+    with pytest.raises(BindingError, match=r"mlp\.experts\.gate_up_proj: target_parameters names it"):
+        bind_tensors(tmp_path, tensors, LAYOUT, target_parameters=["mlp.experts.gate_up_proj"], **settings)
+    assert bind_tensors(tmp_path, tensors, LAYOUT, target_parameters=["q_proj.weight"], **settings).slices
+
+
 def test_a_head_that_training_tied_to_the_embedding_needs_no_target(tmp_path: Path) -> None:
     tensors = lora_tensors(LAYOUT, ["model.embed_tokens", "lm_head"], 3)
     tied, settings = replace(LAYOUT, ties_head=True), {"r": 3, "target_modules": ["embed_tokens"]}
