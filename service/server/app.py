@@ -150,7 +150,7 @@ def _tracing(settings: Settings) -> Tracing | None:
             "leave the setting out."
         ) from error
     except (ValueError, OSError) as error:
-        raise StartError(f"The traces of --otlp-endpoint cannot be sent: {error}.") from error
+        raise StartError(f"The traces of --otlp-endpoint cannot be sent: {str(error).rstrip('.')}.") from error
 
 
 def _allow_pages(app: FastAPI, origins: tuple[str, ...]) -> None:

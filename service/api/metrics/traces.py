@@ -170,7 +170,7 @@ class _Drawn:
 
 
 class _Sender:
-    """The SDK's exporter; says when the collector is lost, once by the SDK's own line too, and when it is back."""
+    """The SDK's exporter; says when the collector is lost, by the SDK's own lines too, and when it is back."""
 
     def __init__(self, endpoint: str) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -181,7 +181,7 @@ class _Sender:
 
     def export(self, spans: Any) -> Any:
         """Send them; those that the collector does not take are lost."""
-        _EXPORTER_LOGGER.setLevel(logging.CRITICAL if self._is_lost else logging.ERROR)
+        _EXPORTER_LOGGER.setLevel(logging.CRITICAL if self._is_lost else logging.WARNING)
         result = self._exporter.export(spans)
         is_lost = result.name != "SUCCESS"
         if is_lost != self._is_lost:
