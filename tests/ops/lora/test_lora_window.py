@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kernels.lora import ops as lora_ops
 from kernels.lora_window import ops, reference
 from kernels.lora_window.ops import LENGTHS, window_for, window_lengths
-from kernels.lora_window.triton_cuda import TABLE, OpConfig, TokenConfig, WindowTileConfig
+from kernels.lora_window.triton_cuda_configs import TABLE, OpConfig, TokenConfig, WindowTileConfig
 from tests.ops.lora.test_lora import expected_linear
 from tests.ops.lora.test_lora_triton import run_compiling
 from tests.support.engine.serving import serving

@@ -10,7 +10,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
-from kernels.lora_window.triton_cuda import TABLE, TokenConfig, WindowTileConfig
+from kernels.lora_window.triton_cuda_configs import TABLE, TokenConfig, WindowTileConfig
 from kernels.lora_window.triton_cuda_tiles import lora_expand_tile_kernel, swiglu_tile_kernel
 from kernels.lora_window.triton_cuda_tokens import lora_expand_token_kernel, swiglu_token_kernel
 from tests.support.ops.compile_lora import compile_kernel
