@@ -27,11 +27,13 @@ from service.api.schema.unserved_fields import (
 
 _DECODING = Decoding.model_fields.keys()
 _PAGE = Path("docs/clients.md")
+_LEAVE_OUT = "leave it out"
 _BEGIN, _END = "<!-- written by scripts/clients_page.py -->\n", "<!-- end -->\n"
 
 
 def _served() -> Iterator[str]:
-    yield "| field | served in | what it does |\n|---|---|---|\n"
+    everywhere: list[str] = []
+    somewhere: list[str] = []
     completion, chat, response = (one.model_fields for one in (CompletionRequest, ChatRequest, ResponsesRequest))
     options = {f"stream_options.{name}": field for name, field in StreamOptions.model_fields.items()}
     for name in completion | chat | response | options:
@@ -40,8 +42,13 @@ def _served() -> Iterator[str]:
         names = ("completions", "chat", "responses")
         places = [place for place, field in zip(names, (*both, own), strict=True) if field]
         words = dict.fromkeys(field.description for field in both if field) or {own.description if own else None: None}
-        where = "all" if len(places) == len(names) else ", ".join(places)
-        yield f"| `{name}` | {where} | {'; in chats '.join(map(str, words))} |\n"
+        said = "; in chats ".join(map(str, words))
+        if len(places) == len(names):
+            everywhere.append(f"| `{name}` | {said} |\n")
+        else:
+            somewhere.append(f"| `{name}` | {', '.join(places)} | {said} |\n")
+    yield from ("In all:\n\n| field | what it does |\n|---|---|\n", *everywhere)
+    yield from ("\n| field | served in | what it does |\n|---|---|---|\n", *somewhere)
 
 
 def _described(fields: Mapping[str, Any]) -> Iterator[str]:
@@ -61,8 +68,15 @@ def _of_messages() -> list[UnservedField]:
 def _refused(table: Mapping[str, UnservedField]) -> Iterator[str]:
     yield "| fields | ask for nothing, beside null | what to do instead |\n|---|---|---|\n"
     rows = [row for row in table.values() if not row.is_inert]
-    for (neutral, advice), alike in groupby(rows, key=lambda row: (_spelled(row.neutral), row.advice)):
+    for (neutral, advice), alike in groupby(
+        (row for row in rows if row.advice != _LEAVE_OUT), key=lambda row: (_spelled(row.neutral), row.advice)
+    ):
         yield f"| {_names(alike)} | {neutral} | {advice} |\n"
+    left = sorted((row for row in rows if row.advice == _LEAVE_OUT), key=lambda row: _spelled(row.neutral))
+    if left:
+        groups = [(neutral, _names(rows)) for neutral, rows in groupby(left, key=lambda row: _spelled(row.neutral))]
+        said = "; ".join(f"{names} ({neutral})" if neutral else names for neutral, names in groups)
+        yield "\n" + _filled(f"To be left out, where they ask for more than what is in brackets: {said}.")
 
 
 def _spelled(values: tuple[Any, ...]) -> str:

@@ -137,32 +137,32 @@ def test_anthropic_s_other_ways_to_ask(server: Server) -> None:
 def test_clients_of_python(client: str, heading: str, server: Server) -> None:
     """The second answer is one to a history with all that the client has put into the first."""
     python = environment(client) / "bin" / "python"
-    chat, structured, calling = blocks(PAGE, heading, "python")
+    chat, structured = blocks(PAGE, heading, "python")
     first, second = run([str(python), "-c", chat], server, **OFFLINE).split("\n", 1)
     assert first == "LAMP TIGER MOSS!"
     assert second.strip().isupper(), second
     said = run([str(python), "-c", structured], server, **OFFLINE)
     assert LAMP.fullmatch(said), said
-    assert run([str(python), "-c", calling], server, **OFFLINE) == CALLED
+    assert run([str(python), "-c", _calls(client)], server, **OFFLINE) == CALLED
 
 
-@pytest.mark.parametrize(
-    ("client", "heading", "language"),
-    [
-        ("litellm", "### litellm", "python"),
-        ("langchain", "### LangChain", "python"),
-        ("vercel-ai", "### Vercel AI SDK", "js"),
-    ],
-)
-def test_tools_of_a_model_whose_template_has_none(client: str, heading: str, language: str, tmp_path: Path) -> None:
-    """The blocks that call a tool, with the server's own prompt for tools; the model is a scripted one."""
-    home, block = environment(client), blocks(PAGE, heading, language)[-1]
-    javascript = ["node", "--input-type=module", "--eval", block]
-    command = javascript if language == "js" else [str(home / "bin" / "python"), "-c", block]
+def _calls(client: str) -> str:
+    """A program that calls a tool."""
+    return (ROOT / "tests" / "clients" / client / "calls.py").read_text()
+
+
+@pytest.mark.parametrize("client", ["litellm", "langchain", "vercel-ai"])
+def test_tools_of_a_model_whose_template_has_none(client: str, tmp_path: Path) -> None:
+    """What calls a tool, with the server's own prompt for tools; the model is a scripted one."""
+    home = environment(client)
+    if client == "vercel-ai":
+        command = ["node", "--input-type=module", "--eval", blocks(PAGE, "### Vercel AI SDK", "js")[-1]]
+    else:
+        command = [str(home / "bin" / "python"), "-c", _calls(client)]
     call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "27 + 15"}}\n</tool_call>'
     with scripted_server(BUNDLED_MODEL_DIR, tmp_path / "store", model_name="calculator") as server:
         server.says(f"One moment.\n{call}", "The answer is 42.")
-        assert run(command, server, cwd=home if language == "js" else ROOT, **OFFLINE) == CALLED
+        assert run(command, server, cwd=home if client == "vercel-ai" else ROOT, **OFFLINE) == CALLED
         prompt = server.engine.last_prompt
     assert "<tools>" in prompt and call in prompt and "<tool_response>\n42\n</tool_response>" in prompt
 

@@ -24,9 +24,10 @@ def blocks(document: str, heading: str, language: str) -> list[str]:
 
 
 def run(command: Sequence[str], server: Server | ScriptedServer, *, cwd: Path = ROOT, **environment: str) -> str:
-    """What the command prints. The environment has the server's URL in MULTILORA_URL, and what else is given."""
+    """What the command prints. The environment has the server's URL in MULTILORA_URL, and what else is given; in the
+    command, it stands in for the documents' own."""
     done = subprocess.run(
-        command,
+        [part.replace("http://127.0.0.1:8000", server.url) for part in command],
         env=os.environ | {"MULTILORA_URL": server.url} | environment,
         cwd=cwd,
         capture_output=True,
