@@ -209,7 +209,7 @@ class OneAdapter:
         self.num_out += 1
         none: dict[str, Any] = dict.fromkeys(("labels", "modules", "invocation", "eos_token_ids"), ())
         manifest = SimpleNamespace(**none, digest=name, has_chat_template=True, special_tokens={}, rows={})
-        record = SimpleNamespace(name=name, digest=name, manifest=manifest)
+        record = SimpleNamespace(name=name, digest=name, manifest=manifest, version=None)
         return SimpleNamespace(record=record, release=self._release)
 
     def _release(self) -> None:
