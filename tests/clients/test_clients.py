@@ -336,6 +336,51 @@ def test_claude_code(tmp_path: Path) -> None:
     assert -1 not in places and places == sorted(places), prompt
 
 
+def _work_dir(home: Path) -> tuple[Path, dict[str, str]]:
+    """A directory with a red lamp, and an environment whose home holds nothing."""
+    (home / "work").mkdir()
+    (home / "work" / "lamp.txt").write_text("a red lamp\n")
+    kinds = ("CONFIG", "CACHE", "DATA", "STATE")
+    return home / "work", {"HOME": str(home)} | {f"XDG_{kind}_HOME": str(home / kind) for kind in kinds}
+
+
+def test_aider(tmp_path: Path) -> None:
+    work_dir, home = _work_dir(tmp_path)
+    path = f"{environment('aider') / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    offline = " --no-show-model-warnings --no-check-update --analytics-disable --edit-format whole --message"
+    block = _block("### aider", "sh").replace(" --message", offline)
+    with scripted_server(BUNDLED_MODEL_DIR, tmp_path / "store", model_name="base", max_len_tokens=1 << 15) as server:
+        server.says("lamp.txt\n```\na green lamp\n```\n")
+        said = run(["bash", "-euc", block], server, cwd=work_dir, PATH=path, **home, **OFFLINE)
+    assert "Applied edit to lamp.txt" in said and (work_dir / "lamp.txt").read_text() == "a green lamp\n", said
+
+
+def test_opencode(tmp_path: Path) -> None:
+    """It reads a file, edits it, and ends."""
+    work_dir, home = _work_dir(tmp_path)
+    program = environment("opencode") / "node_modules" / "opencode-linux-x64" / "bin"
+    kinds = ("MODELS_FETCH", "AUTOUPDATE", "LSP_DOWNLOAD", "DEFAULT_PLUGINS")
+    offline = {"PATH": f"{program}{os.pathsep}{os.environ['PATH']}"} | {
+        f"OPENCODE_DISABLE_{kind}": "1" for kind in kinds
+    }
+    lamp = work_dir / "lamp.txt"
+    calls = [
+        {"name": "read", "arguments": {"filePath": str(lamp)}},
+        {"name": "edit", "arguments": {"filePath": str(lamp), "oldString": "red", "newString": "green"}},
+    ]
+    said = [f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls]
+    model_dir = make_text_model(BUNDLED_MODEL_DIR, tmp_path / "model", TEMPLATES["hermes"])
+    with scripted_server(model_dir, tmp_path / "store", model_name="base", max_len_tokens=1 << 17) as server:
+        server.says(*said, "The lamp is green.")
+        command = ["bash", "-euc", _block("### opencode", "sh")]
+        assert "The lamp is green." in run(command, server, cwd=work_dir, **home, **offline)
+        prompt, num_asked = server.engine.last_prompt, len(server.engine.submitted)
+    assert (lamp.read_text(), num_asked) == ("a green lamp\n", 3)
+    told = ["Make the lamp green.", "a red lamp", "oldString", "Edit applied successfully"]
+    places = [prompt.find(one) for one in told]
+    assert -1 not in places and places == sorted(places), prompt
+
+
 @contextlib.contextmanager
 def _open_webui(server: Server, work_dir: Path) -> Iterator[str]:
     """Open WebUI by its block, for one user who needs no account; its URL."""
