@@ -376,7 +376,7 @@ def test_opencode(tmp_path: Path) -> None:
         assert "The lamp is green." in run(command, server, cwd=work_dir, **home, **offline)
         prompt, num_asked = server.engine.last_prompt, len(server.engine.submitted)
     assert (lamp.read_text(), num_asked) == ("a green lamp\n", 3)
-    told = ["Make the lamp green.", "a red lamp", "oldString", "Edit applied successfully"]
+    told = ["Make the lamp green.", "a red lamp", '"oldString": "red"', "Edit applied successfully"]
     places = [prompt.find(one) for one in told]
     assert -1 not in places and places == sorted(places), prompt
 
