@@ -186,7 +186,7 @@ def moves(subject: Subject, num_requests: int, num_tokens: int, num_moves: int, 
 
 
 def versions(subject: Subject, num_versions: int) -> dict[str, Any]:
-    """What is held after each tenth of the versions, and how many there are a second."""
+    """Move a name to one version after the other; what is held after each tenth of them, and versions per second."""
     ended, held = threading.Event(), {}
 
     def beside() -> int:

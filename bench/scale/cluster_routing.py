@@ -372,7 +372,7 @@ class ChatFigures:
 
 
 def simulate_chats(rule: ChatChoice, given: argparse.Namespace, num_replicas: int) -> ChatFigures:
-    """Of `given.replicas` replicas' speed and cache in all, divided between so many; the same chats for each rule."""
+    """Divide the speed and the cache of `given.replicas` replicas between so many; all rules get the same chats."""
     chance = random.Random(given.seed)
     size = given.replicas / num_replicas
     replicas = [

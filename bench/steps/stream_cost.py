@@ -33,8 +33,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 
 class Sample(NamedTuple):
-    """Of one run: processor microseconds per token, tokens per second, and milliseconds between the tokens of a
-    stream."""
+    """Figures of one run: processor microseconds per token, and milliseconds between the tokens of a stream."""
 
     us_per_token: float
     tokens_per_second: float

@@ -284,7 +284,7 @@ def told(keyed: Keyed, headers: dict[str, str], about: Any, name: str) -> tuple[
 class TestSecrets:
     @pytest.mark.usefixtures("acme")
     def test_keys_without_admin_learn_no_path_of_this_machine(self, keyed: Keyed, checkpoints: Checkpoints) -> None:
-        """Of all routes that change nothing, and of those that refuse what they are sent."""
+        """All routes that change nothing are asked, and those that refuse what they are sent."""
         control, others = keyed.key("acme", "control"), keyed.key("acme", "infer", "upload", "delete", "download")
         paths = keyed.ask("GET", "/openapi.json", {}).json()["paths"]
         answers = {}

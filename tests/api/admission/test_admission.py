@@ -258,7 +258,7 @@ def full(template: Template) -> Iterator[Services]:
 
 
 def test_a_sum_keeps_the_files_of_all_its_adapters_until_it_is_released(full: Services) -> None:
-    """Of one that is named twice, and of one that adds nothing, too."""
+    """One adapter is named twice, and one adds nothing."""
     parts = [{"name": name, "weight": weight} for name, weight in (("a", 0.5), ("b", 2), ("a", 0.25), ("c", 0))]
     request = CompletionRequest.model_validate({"prompt": "hi", "max_tokens": 1, "adapters": parts})
     admitted = asyncio.run(admit(full, CALLER, request))

@@ -435,7 +435,7 @@ def test_prime_rl_s_calls_of_a_step(controlled: Controlled, checkpoints: Checkpo
 
 
 def test_verl_s_calls_of_a_step(controlled: Controlled, checkpoints: Checkpoints) -> None:
-    """What verl 0.9.1 sends to an SGLang server at a step with an adapter (verl/workers/rollout/sglang_rollout:
+    """verl 0.9.1's calls to an SGLang server at a step with an adapter (verl/workers/rollout/sglang_rollout:
     `_update_weights` of sglang_rollout.py, AsyncHttpServerAdapter of http_server_engine.py), but for the key: its
     pickle is refused by the name of the form that is taken, and its calls work with that form."""
     name = "verl_sglang_lora"
