@@ -13,7 +13,7 @@ import ray
 from ray.serve.handle import DeploymentHandle
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from service.api.state import DiskWatch
+from adapters.files.durable_files import DiskWatch
 from service.engine.ipc.client import EngineClient
 from service.logs import LOGGER, configure
 from service.models.gguf_directory import model_directory

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from adapters.files.durable_files import write_fault
-from service.api.state import DiskWatch
+from adapters.files.durable_files import DiskWatch, write_fault
 from service.engine.ipc.client import EngineClient
 from service.ray_serve.relay import Relay
 from service.ray_serve.remote import Address, RemoteEngines

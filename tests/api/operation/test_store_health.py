@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from adapters.files.durable_files import WriteFault
-from service.api.state import StoreHealth
+from adapters.files.durable_files import StoreHealth, WriteFault
 from tests.support.limits import LIMIT_SECONDS
 
 
