@@ -60,20 +60,13 @@ CANNOT_HOLD = {
     "test_tenants.py::TestKeysFile::test_a_broken_file_keeps_the_keys_and_hangup_says_so": (
         NOT_RUN + _DRIVER + "and no signal makes it look at the keys file"
     ),
-    "test_unread.py::test_a_reader_that_stalls": NOT_RUN + _SHARES,
+    "test_connections.py::TestTime::test_a_reader_that_stalls": NOT_RUN + _SHARES,
     "test_operation.py::test_every_line_of_both_processes_is_json": "Ray's processes have lines of their own",
     "test_process.py::TestKilledEngine::test_requests_end_with_an_error_and_the_server_is_ready_again": (
         NOT_RUN + _DRIVER + "whose processes are all that it kills"
     ),
     "test_process.py::TestAdaptersThatDoNotFit::test_none_is_taken_before_the_rows_are_known": NOT_RUN + _LOADING,
-    **{
-        f"test_process.py::TestSigterm::{name}": NOT_RUN + _DRIVER + "which SIGTERM ends; replicas go by Ray's word"
-        for name in (
-            "test_an_upload_on_its_way_is_taken",
-            "test_running_requests_finish_and_the_rest_is_refused",
-            "test_what_does_not_finish_in_time_is_told",
-        )
-    },
+    "test_process.py::TestSigterm": NOT_RUN + _DRIVER + "which SIGTERM ends; replicas go by Ray's word",
     "test_implementations.py::test_an_op_without_any_that_works_ends_the_start": (
         NOT_RUN + "Ray starts a replica that fails thrice, and ends nothing"
     ),
