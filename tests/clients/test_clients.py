@@ -153,7 +153,7 @@ def _calls(client: str) -> str:
 
 @pytest.mark.parametrize("client", ["litellm", "langchain", "vercel-ai"])
 def test_tools_of_a_model_whose_template_has_none(client: str, tmp_path: Path) -> None:
-    """What calls a tool, with the server's own prompt for tools; the model is a scripted one."""
+    """A scripted model calls a tool, with the server's own prompt for tools."""
     home = environment(client)
     if client == "vercel-ai":
         command = ["node", "--input-type=module", "--eval", blocks(PAGE, "### Vercel AI SDK", "js")[-1]]
@@ -248,7 +248,7 @@ def test_trl_server_mode(tmp_path: Path) -> None:
 
 
 def _logprobs(model_dir: Path, adapter_dir: Path, prompt: list[int], answer: list[int]) -> list[float]:
-    """What PEFT says of each token of an answer."""
+    """Log probabilities of an answer's tokens, by PEFT."""
     model = PeftModel.from_pretrained(load_oracle(model_dir, torch.float32), adapter_dir).eval()
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].float()

@@ -71,7 +71,7 @@ def test_each_adapter_is_on_one_engine_and_both_have_some(server: Server) -> Non
 
 
 def test_prompts_go_where_their_beginnings_are(server: Server) -> None:
-    """Of the base, too, which has no home, and all choices of a request."""
+    """Requests of the base, which has no home, and all choices of a request do so too."""
     for number, model in enumerate(("tiny", "tiny", "tiny", "tiny", ADAPTERS[0], ADAPTERS[1])):
         prompt = [10 + number, *(20 + one % 200 for one in range(520 + number))]
         for turn, least in enumerate((0, 512, 512)):

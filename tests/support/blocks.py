@@ -24,8 +24,8 @@ def blocks(document: str, heading: str, language: str) -> list[str]:
 
 
 def run(command: Sequence[str], server: Server | ScriptedServer, *, cwd: Path = ROOT, **environment: str) -> str:
-    """What the command prints. The environment has the server's URL in MULTILORA_URL, and what else is given; in the
-    command, it stands in for the documents' own."""
+    """Run a command; return what it prints. The environment has the server's URL in MULTILORA_URL, and what else is
+    given; in the command, the URL stands in for the documents' own."""
     done = subprocess.run(
         [part.replace("http://127.0.0.1:8000", server.url) for part in command],
         env=os.environ | {"MULTILORA_URL": server.url} | environment,

@@ -214,7 +214,7 @@ class Tracing:
         for name in _NOISY:
             logging.getLogger(name).setLevel(logging.CRITICAL)
         version = server_version()
-        own = Resource.create({"service.name": "multilora", "service": version})
+        own = Resource.create({"service.name": "multilora", "service.version": version})
         self._api, self._no_context = trace, Context()
         self._sampler = TracerProvider(shutdown_on_exit=False).sampler  # that of OTEL_TRACES_SAMPLER
         self._follows_parent = os.environ.get("OTEL_TRACES_SAMPLER", "") in ("", "parentbased_always_on")

@@ -16,6 +16,7 @@ import openai
 import pytest
 from starlette.datastructures import Headers
 
+from service import server_version
 from service.api.metrics.metrics import Metrics, SequenceTimer
 from service.api.metrics.traces import Answered, Ended, Tracing
 from service.settings import BUNDLED_ADAPTERS_DIR, SettingsError, load_settings
@@ -110,6 +111,7 @@ def test_the_variables_of_the_sdk_hold(collector: Collector, monkeypatch: pytest
     tracing.close()
     (span,) = collector.spans
     assert (span.resource["service.name"], span.resource["deployment.environment"]) == ("ours", "test")
+    assert span.resource["service.version"] == server_version()
     assert collector.headers[0]["authorization"] == "Bearer x"
     assert collector.headers[0][":path"] == "/v1/traces"
 

@@ -34,7 +34,7 @@ class Span:
 
 @dataclass
 class Collector:
-    """What has come. While `hangs` is set, requests are read and not answered; `status` answers them."""
+    """Spans and requests that came. While `answers` is not set, requests wait for it; `status` answers them."""
 
     url: str = ""
     status: int = 200
