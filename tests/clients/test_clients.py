@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
 
 import httpx
 import pytest
@@ -218,8 +219,9 @@ def test_trl(tmp_path: Path) -> None:
     scored = answer["choices"][0]["prompt_logprobs"][1:]
     own = [one[str(token)]["logprob"] for one, token in zip(scored, found["sequence"][1:], strict=True)]
     assert own == pytest.approx(found["logprobs"], abs=LOGITS[torch.float32])
-    assert found["version"] > 4 and len(names) <= 5, names  # old ones are unloaded
-    assert max(found["rewards"][-2:]) > found["rewards"][0] + 0.05, found
+    assert found["version"] > 18 and len(names) <= 5, names  # old ones are unloaded
+    first, last = fmean(found["rewards"][:2]), fmean(found["rewards"][-4:])
+    assert last > first + 0.08, found  # four standard errors of the difference
 
 
 def test_trl_server_mode(tmp_path: Path) -> None:

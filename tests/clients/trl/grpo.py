@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_rollout_worker, packing
 from trl.experimental.async_grpo import async_grpo_trainer as trainer_module
 
-NUM_STEPS = 6
+NUM_STEPS = 20
 SEQUENCE = list(range(20, 60))
 
 
@@ -63,11 +63,11 @@ def main() -> None:
         gradient_accumulation_steps=1,
         num_generations=8,
         max_completion_length=16,
-        learning_rate=1e-1,
+        learning_rate=2e-2,
         weight_sync_steps=1,
         max_inflight_tasks=16,
         queue_maxsize=16,
-        max_staleness=1,
+        max_staleness=0,
         logging_steps=1,
         use_cpu=True,
         bf16=False,
