@@ -42,6 +42,9 @@ _SEND_BUFFER_BYTES = 1 << 18
 # New connections that wait in the kernel, and how many of them are accepted in one pass of the event loop: each costs
 # 0.2 ms, and what somebody else's request needs several passes for waits for so many in each.
 _BACKLOG, _ACCEPTED_PER_PASS = 2048, 4
+# Longer than the pools of clients and proxies keep what they may send on (httpx 5 s, aiohttp 15, nginx and AWS's
+# balancers 60): where the server closes first, a request that is on its way is lost, and not all of them send it again.
+_KEEP_ALIVE_SECONDS = 75
 # uvicorn ticks ten times a second; connections are checked in each of so many.
 _TICKS_PER_LOOK = 10
 
@@ -180,6 +183,7 @@ def make_server(app: Any, settings: Settings) -> Any:
         access_log=False,
         backlog=_ACCEPTED_PER_PASS,  # which asyncio takes for both
         lifespan="on",
+        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=_FLUSH_SECONDS,
         proxy_headers=bool(settings.trusted_proxies),
         forwarded_allow_ips=list(settings.trusted_proxies),

@@ -424,6 +424,13 @@ def test_only_trusted_proxies_say_who_the_client_is() -> None:
             load_settings(trusted_proxies=wrong)
 
 
+def test_proxies_and_pools_of_clients_close_idle_connections_before_the_server_does() -> None:
+    """The other way round a request is lost that is on its way: with httpx's pool (5 s), aiohttp's (15), nginx's and
+    those of AWS's balancers (60)."""
+    app = SimpleNamespace(state=SimpleNamespace(services=None, engine=None))
+    assert make_server(app, Settings()).config.timeout_keep_alive > 60
+
+
 def test_a_fault_with_one_connection_is_that_one_s_end_alone() -> None:
     app, ended, looked_at = SimpleNamespace(state=SimpleNamespace(services=None, engine=None)), list[str](), list[str]()
 
