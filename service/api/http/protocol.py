@@ -5,6 +5,7 @@ other error; no application has seen it."""
 from __future__ import annotations
 
 import asyncio
+import select
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -229,6 +230,12 @@ class Protocol(H11Protocol):
         super().resume_writing()
         self._unsent = None
 
+    def timeout_keep_alive_handler(self) -> None:
+        """Close a connection without a request. On a busy machine the look at its sockets may be old when a timer
+        runs: what came since is read, and not cut off."""
+        if not self.transport.is_closing() and not _has_input(self.transport.get_extra_info("socket").fileno()):
+            super().timeout_keep_alive_handler()
+
     def look(self, stall_limit_seconds: float) -> None:
         """End the connection if its client has been too slow for so long."""
         if self._is_answered:
@@ -303,6 +310,12 @@ class Protocol(H11Protocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
+
+
+def _has_input(file: int) -> bool:
+    poll = select.poll()  # `select` takes no files from 1024 on
+    poll.register(file, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _begin(begins: asyncio.Future[None]) -> None:

@@ -153,3 +153,30 @@ def test_a_body_that_comes_after_its_answer_keeps_the_connection() -> None:
         server.close()
 
     asyncio.run(asyncio.wait_for(run(), LIMIT_SECONDS))
+
+
+def test_a_request_that_came_before_the_end_of_the_wait_for_it_is_answered() -> None:
+    """The loop has not read it when the timer runs; without one the connection is closed."""
+    connections: list[Protocol] = []
+
+    async def application(_scope: Any, _receive: Any, send: Callable[..., Any]) -> None:
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def run() -> None:
+        server, server_state = await started(application, connections)
+        client = socket.create_connection(server.sockets[0].getsockname())
+        for number in (1, 2, 3):
+            client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            if number > 1:
+                connections[0].timeout_keep_alive_handler()
+                assert not connections[0].transport.is_closing()
+            while server_state.total_requests < number:
+                await asyncio.sleep(0)
+        connections[0].timeout_keep_alive_handler()
+        while server_state.connections:
+            await asyncio.sleep(0)
+        client.close()
+        server.close()
+
+    asyncio.run(asyncio.wait_for(run(), LIMIT_SECONDS))
