@@ -120,6 +120,10 @@ class Subject:
                 told[line.rpartition(" ")[0].removeprefix("multilora_")] = float(line.rpartition(" ")[2])
         return told
 
+    def told_by_server(self) -> str:
+        """Why a connection may have ended."""
+        return f"The server's exit code is {self._server.process.poll()}; its log ends:\n{self._server.log[-2000:]}"
+
     def move(self, number: int) -> None:
         answer = self.http.post(
             f"/v1/adapters/{NAME}/rollback", json={"version": self.digests[number % len(self.digests)]}
@@ -206,6 +210,9 @@ def versions(subject: Subject, num_versions: int) -> dict[str, Any]:
                 if number % max(num_versions // 10, 1) == 0:
                     held[f"after_{number}"] = subject.held()
                     print(number, held[f"after_{number}"], file=sys.stderr, flush=True)
+        except httpx.TransportError as error:
+            error.add_note(subject.told_by_server())
+            raise
         finally:
             ended.set()
     return {**held, "requests_beside": asked.result(), "per_second": num_versions / (time.perf_counter() - begin)}
