@@ -36,7 +36,7 @@ test-wide:
 
 # Models, engine, HTTP, adapters, documents.
 test-service: $(VENV)/.dev
-	$(PYTEST) tests bench --ignore tests/ops --ignore tests/ray_serve -n 2 --dist loadfile $(ARGS)
+	$(PYTEST) tests bench --ignore tests/ops --ignore tests/ray_serve -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # The server on Ray Serve, without neighbours: Ray gives its own processes seconds where a busy machine takes minutes.
 test-ray: $(VENV)/.dev

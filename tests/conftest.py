@@ -38,11 +38,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Select the tier's tests among those that were asked for. Some tests cannot hold behind Ray's proxy."""
+    """Select the tier's tests among those that were asked for, and order them. Some cannot hold behind Ray's proxy."""
     kept = tiers.select(items, config.getoption("--tier"))
     left_out = set(items).difference(kept)
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
-    items[:] = kept
+    items[:] = tiers.longest_first(kept)
     if through_ray.is_on_ray():
         through_ray.mark(items)
 

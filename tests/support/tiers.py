@@ -6,6 +6,9 @@ beyond QUICK_EXAMPLES.
 
 from __future__ import annotations
 
+from collections import Counter
+from pathlib import Path
+
 import pytest
 from hypothesis import settings
 
@@ -15,6 +18,20 @@ TIERS = ("quick", "wide", "all")
 # Attention alone, short convolutions, gated delta rule.
 REPRESENTATIVE = frozenset({"llama", "lfm2", "qwen3_5_text"})
 QUICK_EXAMPLES = 20
+_ROOT = Path(__file__).resolve().parents[2]
+# Files that take long for their number of tests: most start many processes.
+_LONG_FILES = (
+    "tests/doctor/test_doctor.py",
+    "tests/api/operation/test_process.py",
+    "tests/parity/test_steps_in_flight.py",
+    "tests/doctor/test_deep.py",
+    "tests/cluster/test_engines.py",
+    "tests/cluster/test_shared_store.py",
+    "tests/api/operation/test_prefix_cache.py",
+    "tests/doctor/test_checks.py",
+    "tests/test_wheel.py",
+    "bench/tests/test_bench.py",
+)
 
 
 def examples(num: int) -> int:
@@ -34,6 +51,14 @@ def select(items: list[pytest.Item], tier: str) -> list[pytest.Item]:
         if _is_wide(item, families[item], _function(item) in represented) == (tier == "wide")
         or (tier == "wide" and item.get_closest_marker("hypothesis"))
     ]
+
+
+def longest_first(items: list[pytest.Item]) -> list[pytest.Item]:
+    """The tests file by file, so that no process of xdist's begins a long file when the others have ended: long files,
+    then those of many tests. xdist itself would begin a long file of two tests last."""
+    num_tests = Counter(item.path for item in items)
+    ranks = {_ROOT / name: rank for rank, name in enumerate(_LONG_FILES)}
+    return sorted(items, key=lambda item: (ranks.get(item.path, len(ranks)), -num_tests[item.path], item.path))
 
 
 def _is_wide(item: pytest.Item, families: set[str], is_represented: bool) -> bool:
