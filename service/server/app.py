@@ -25,7 +25,7 @@ from kernels.sampling.parameters import NEUTRAL
 from service.api import page
 from service.api.access.auth import Access
 from service.api.adapter_routes import adapters, sglang_lora, versions, vllm_lora
-from service.api.admission.sampling import model_defaults
+from service.api.admission.plans import model_defaults
 from service.api.entry.error_handlers import add_error_handlers
 from service.api.entry.middleware import BodyRule, EntryMiddleware
 from service.api.http.json_body import ALWAYS_BYTES, BodyBudget

@@ -4,9 +4,10 @@
     reserve    a place in the queue for each sequence
     render     the chat template with the messages (`prompts`, `parsers`)
     tokenise   each prompt, which must fit (`prompts`)
-    constrain  the answers: stop strings, token lists, grammar (`grammar`)
-    plan       the sequences with their sampling (`sampling`), and charge their tokens
+    constrain  the answers: stop strings, token lists, grammar (`answer_constraints`)
+    plan       the sequences with their sampling (`plans`), and charge their tokens
 
+Of a request whose answers are pooled `pooled` does what is between reserving and charging.
 A stage that takes something registers its release: a request that is refused or given up leaves nothing behind.
 """
 
@@ -15,68 +16,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
-from uuid import uuid4
 
-import msgspec
-
-from service.api.admission.grammar import requested_grammar
+from service.api.admission.answer_constraints import constraints_of
 from service.api.admission.model_resolution import ResolvedModel, resolve_request
-from service.api.admission.prompts import Prompt, num_answer_tokens, raw_prompts, rendered, tokenized
-from service.api.admission.sampling import (
-    TokenLists,
-    build_sampling,
-    num_list_chars,
-    seed_of_choice,
-    stop_strings,
-    token_lists,
-)
-from service.api.admission.scoring import check_task, pair_prompts, pooling_of, sampling_of
-from service.api.errors import BadRequest
+from service.api.admission.plans import PlannedSequence, plans_of
+from service.api.admission.pooled import pooled_plans
+from service.api.admission.prompts import raw_prompts, rendered, tokenized
+from service.api.errors import BadRequest, quoted
 from service.api.queue_limits import QueuePlaces
-from service.api.schema.pooled import PairRequest
-from service.api.schema.requests import (
-    MAX_HELD_LOGPROBS,
-    ChatRequest,
-    OnNewVersion,
-    PooledRequest,
-    PromptRequest,
-)
+from service.api.schema.requests import ChatRequest, CompletionRequest, PooledRequest, PromptRequest
 from service.api.state import Services
-from service.engine.ipc.messages import Pooling, Ready, Sampling
-from service.fairness.thread_pool import run_in_thread
+from service.engine.ipc.messages import Ready
 from service.tenants.limits import Charge, Tenant
 from service.tenants.tenants import Caller
-from service.text.answer_reader import ParserConfig
-from service.text.stop_strings import StopAutomaton
 
 # Inputs of an embedding request that run at a time; the others follow in the same places.
 MAX_POOLED_AT_A_TIME = 64
-# A character of a stop string, in the automaton, as much as so many of a text that is tokenised.
-_STOP_CHARS = 10
-
-
-@dataclass(frozen=True)
-class PlannedSequence:
-    """One sequence to run: `sampling.seed` is already this choice's own. `include_stop`: what ends the answer, a stop
-    string or an end token's text, is part of it. `pooling`: the prompt's hidden states are wanted, and no answer.
-    `on_new_version`: what happens when the adapter's name moves; `tells_versions`: the answer says which made it."""
-
-    request_id: str
-    prompt: Prompt
-    sampling: Sampling
-    stop: StopAutomaton
-    skip_special_tokens: bool
-    include_stop: bool
-    pooling: Pooling | None = None
-    cache_salt: str = ""
-    on_new_version: OnNewVersion = "keep"
-    tells_versions: bool = False
-
-    @property
-    def most_tokens(self) -> int:
-        """Prompt and answer, if that is as long as it may be."""
-        return len(self.prompt.token_ids) + self.sampling.max_tokens
 
 
 @dataclass
@@ -144,17 +99,29 @@ async def admit(
         if places is None:
             places = reserve(services, tenant, num_places(services, tenant, request), target.name)
             undo.callback(places.release)
-        check_task(services, target, request)
-        if isinstance(request, PairRequest):
-            prompts = await pair_prompts(services, target, request, ready)
+        if isinstance(request, PooledRequest):
+            plans = await pooled_plans(services, ready, target, request)
         else:
-            texts = await rendered(services, target, request)
-            prompts = await tokenized(services, request, texts, ready)
-        constraints = await _constraints(services, ready, request, prompts[0].reading)
-        plans = _plans(services, ready, target, request, prompts, constraints)
+            plans = await _generation_plans(services, ready, target, request)
         charge = _charged(tenant, plans)
         undo.pop_all()
         return Admitted(tenant, target, plans, places, charge)
+
+
+async def _generation_plans(
+    services: Services, ready: Ready, target: ResolvedModel, request: CompletionRequest | ChatRequest
+) -> list[PlannedSequence]:
+    """The sequences of a request for answers in words."""
+    if target.labels:
+        raise BadRequest(
+            f"The adapter {quoted(target.shown_name)!r} has a score head, trained to classify texts, and writes none; "
+            "send them to /classify, /v1/score or /v1/rerank.",
+            param="model",
+        )
+    texts = await rendered(services, target, request)
+    prompts = await tokenized(services, request, texts, ready)
+    constraints = await constraints_of(services, ready, request, prompts[0].reading)
+    return plans_of(services, ready, target, request, prompts, constraints)
 
 
 def reserve(services: Services, tenant: Tenant, num_places: int, model: str) -> QueuePlaces:
@@ -184,97 +151,6 @@ def num_places(services: Services, tenant: Tenant, request: PromptRequest) -> in
             param="prompt",
         )
     return num_prompts * num_choices
-
-
-@dataclass(frozen=True)
-class _Constraints:
-    """Limits on the answers, for all sequences of a request."""
-
-    stop: StopAutomaton
-    lists: TokenLists
-    grammar: str | None
-
-
-async def _constraints(services: Services, ready: Ready, request: PromptRequest, reading: ParserConfig) -> _Constraints:
-    if isinstance(request, PooledRequest):
-        return _Constraints(StopAutomaton(()), TokenLists(), None)
-    stop = stop_strings(request)
-    automaton = await run_in_thread(partial(StopAutomaton, stop), size_chars=_STOP_CHARS * sum(map(len, stop)))
-    lists = await run_in_thread(
-        partial(token_lists, request, services.tokenizer, ready.vocab_size), size_chars=num_list_chars(request)
-    )
-    return _Constraints(automaton, lists, await requested_grammar(services, request, reading))
-
-
-def _plans(
-    services: Services,
-    ready: Ready,
-    target: ResolvedModel,
-    request: PromptRequest,
-    prompts: Sequence[Prompt],
-    constraints: _Constraints,
-) -> list[PlannedSequence]:
-    """`n` sequences for each prompt, in order of the choices' index. BadRequest if one could never be served."""
-    if isinstance(request, PooledRequest):
-        plan = partial(PlannedSequence, stop=constraints.stop, skip_special_tokens=True, include_stop=False)
-        pooling, salt = pooling_of(target, request), request.cache_salt or ""
-        pooled = sampling_of(services, target, pooling)
-        return [plan(uuid4().hex, prompt, pooled, pooling=pooling, cache_salt=salt) for prompt in prompts]
-    plans = []
-    on_new_version = request.on_new_version or target.on_new_version or services.settings.on_new_version
-    for prompt in prompts:
-        sampling = build_sampling(
-            request,
-            max_tokens=num_answer_tokens(ready, request, len(prompt.token_ids)),
-            vocab_size=ready.vocab_size,
-            eos_token_ids=services.tokenizer.eos_token_ids,
-            own_eos_token_ids=target.eos_token_ids,
-            defaults=services.sampling_defaults,
-            lists=constraints.lists,
-            grammar=constraints.grammar,
-            max_logprobs=services.settings.max_logprobs,
-        )
-        for index in range(request.n or 1):
-            plans.append(
-                PlannedSequence(
-                    request_id=uuid4().hex,
-                    prompt=prompt,
-                    sampling=msgspec.structs.replace(sampling, seed=seed_of_choice(request.seed, index)),
-                    stop=constraints.stop,
-                    skip_special_tokens=request.skip_special_tokens is not False,
-                    include_stop=bool(request.include_stop_str_in_output or request.no_stop_trim),
-                    cache_salt=request.cache_salt or "",
-                    on_new_version=on_new_version,
-                    tells_versions=request.on_new_version is not None,
-                )
-            )
-    # One answer alone is seldom as long as it may be, and those of a stream do not wait for each other.
-    if (wanted := num_logprobs(plans, with_answers=len(plans) > 1 and not request.stream)) > MAX_HELD_LOGPROBS:
-        raise too_many_logprobs(wanted)
-    return plans
-
-
-def num_logprobs(plans: Sequence[PlannedSequence], *, with_answers: bool) -> int:
-    """Log probabilities, alternatives included, that the sequences ask for: of prompts, and of answers that are as long
-    as they may be. What there is of them is counted again as it comes (`service.api.queue_limits`)."""
-    num = 0
-    for plan in plans:
-        sampling = plan.sampling
-        if sampling.prompt_logprobs is not None:
-            num += len(plan.prompt.token_ids) * (sampling.prompt_logprobs + 1)
-        if sampling.logprobs is not None and with_answers:
-            num += sampling.max_tokens * (sampling.logprobs + len(sampling.logprob_token_ids) + 1)
-    return num
-
-
-def too_many_logprobs(wanted: int) -> BadRequest:
-    """The error for a request of so many log probabilities."""
-    return BadRequest(
-        f"This asks for up to {wanted} log probabilities of prompts and answers; a request may have "
-        f"{MAX_HELD_LOGPROBS}: lower `max_tokens`, `logprobs`, `top_logprobs`, `prompt_logprobs` or `n`, or send fewer "
-        "prompts.",
-        param="logprobs",
-    )
 
 
 def _charged(tenant: Tenant, plans: Sequence[PlannedSequence]) -> Charge:

@@ -87,7 +87,7 @@ async def rendered(
         return [await rendered_chat(services, target, request)]
     if isinstance(request, CompletionRequest):
         return [RenderedPrompt(text, "prompt") for text in raw_prompts(request)]
-    assert isinstance(request, InputRequest), "pairs are made in `scoring`"
+    assert isinstance(request, InputRequest), "pairs are made in `pooled`"
     is_one = isinstance(request.input, str) or (bool(request.input) and isinstance(request.input[0], int))
     return [RenderedPrompt(text, "input" if is_one else f"input[{index}]") for index, text in enumerate(request.inputs)]
 

@@ -13,7 +13,8 @@ from adapters.errors import AdapterError
 from adapters.files.name_versions import Version
 from adapters.files.paths import without_root
 from service.api.admission.model_resolution import ResolvedModel, obstacle
-from service.api.admission.pipeline import Admitted, PlannedSequence
+from service.api.admission.pipeline import Admitted
+from service.api.admission.plans import PlannedSequence
 from service.api.errors import ApiError, error_body
 from service.api.generation.chat_delta import ChatFormatter
 from service.api.generation.sequence import OutputChunk, SequenceRun

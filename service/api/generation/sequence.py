@@ -15,7 +15,7 @@ import msgspec
 from adapters.files.name_versions import Version
 from kernels.sampling.parameters import ScoredToken
 from service.api.admission.model_resolution import ResolvedModel
-from service.api.admission.pipeline import PlannedSequence
+from service.api.admission.plans import PlannedSequence
 from service.api.errors import BadRequest, EngineFailed, NotReady
 from service.api.metrics.metrics import SequenceTimer
 from service.api.queue_limits import LogprobBudget

@@ -13,15 +13,8 @@ from pydantic import Field, ValidationError, model_validator
 
 from service.api.access.auth import caller_of
 from service.api.admission.model_resolution import shared_name
-from service.api.admission.pipeline import (
-    Admitted,
-    admit,
-    most_places,
-    num_logprobs,
-    num_places,
-    reserve,
-    too_many_logprobs,
-)
+from service.api.admission.pipeline import Admitted, admit, most_places, num_places, reserve
+from service.api.admission.plans import num_logprobs, too_many_logprobs
 from service.api.entry.request_log import note, note_job
 from service.api.errors import HANDLED, BadRequest, BodyTooLarge, error_body
 from service.api.http.json_body import JsonRoute

@@ -8,7 +8,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from service.api.admission.pipeline import Admitted, PlannedSequence
+from service.api.admission.pipeline import Admitted
+from service.api.admission.plans import PlannedSequence
 from service.api.generation.logprobs import (
     completion_logprobs,
     echoed_logprobs,

@@ -14,7 +14,7 @@ from fastapi.responses import Response
 
 from service.api.access.auth import caller_of
 from service.api.admission.pipeline import Admitted
-from service.api.admission.sampling import sampling_parameters
+from service.api.admission.plans import sampling_parameters
 from service.api.entry.request_log import note_job, notes_of
 from service.api.errors import ApiError, BadRequest, error_body, status_of
 from service.api.generation.sequence import OutputChunk

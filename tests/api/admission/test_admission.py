@@ -14,11 +14,11 @@ import pytest
 
 from adapters.files.name_versions import NameRecord, Version
 from kernels.sampling.parameters import ScoredToken
-from service.api.admission import pipeline
+from service.api.admission import plans
 from service.api.admission.model_resolution import Part, ResolvedModel, resolve
 from service.api.admission.pipeline import admit, reserve
+from service.api.admission.plans import NEUTRAL
 from service.api.admission.prompts import Prompt, rendered, tokenized
-from service.api.admission.sampling import NEUTRAL
 from service.api.errors import BadRequest, BodyTooLarge, QueueFull, UnknownModel, status_of
 from service.api.generation.sequence import OutputChunk
 from service.api.queue_limits import QueueLimits
@@ -372,7 +372,7 @@ def test_ids_that_are_refused_are_not_decoded(full: Services, prompt: list[int])
 def test_log_probabilities_of_many_prompts_are_bounded(
     full: Services, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(pipeline, "MAX_HELD_LOGPROBS", (60 + 1) * 4 * 3)
+    monkeypatch.setattr(plans, "MAX_HELD_LOGPROBS", (60 + 1) * 4 * 3)
     wanted = {"model": "tiny", "echo": True, "max_tokens": 1, **fields}
     asyncio.run(admit(full, CALLER, CompletionRequest(**wanted, logprobs=2))).release()
     with pytest.raises(
@@ -392,7 +392,7 @@ def test_log_probabilities_of_many_prompts_are_bounded(
 def test_log_probabilities_of_many_answers_are_bounded(
     full: Services, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(pipeline, "MAX_HELD_LOGPROBS", 10 * 4 * 5)
+    monkeypatch.setattr(plans, "MAX_HELD_LOGPROBS", 10 * 4 * 5)
     wanted = {"model": "tiny", **fields}
     asyncio.run(admit(full, CALLER, CompletionRequest(**wanted, max_tokens=10))).release()
     with pytest.raises(BadRequest, match="220 log probabilities of prompts and answers; a request may have 200"):

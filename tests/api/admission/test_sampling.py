@@ -15,7 +15,8 @@ from pydantic import ValidationError
 from kernels.sampling.maps import row_of
 from kernels.sampling.parameters import PARAMETERS, Parameter
 from kernels.sampling.sampling_request import Asked, RowSampling, ask
-from service.api.admission.sampling import NEUTRAL, TokenLists, build_sampling, model_defaults, token_lists
+from service.api.admission.answer_constraints import TokenLists, token_lists
+from service.api.admission.plans import NEUTRAL, build_sampling, model_defaults
 from service.api.schema.requests import ChatRequest, CompletionRequest
 from service.api.schema.responses import ResponsesRequest
 from service.engine.ipc.messages import Sampling
@@ -45,7 +46,7 @@ FIELDS: dict[str, Any] = {
     "stop_token_ids": [8, 6],
     "ignore_eos": True,
 }
-# Made of several fields, by `service.api.admission.grammar` and `token_lists`.
+# Made of several fields, by `service.api.admission.answer_constraints`.
 GRAMMAR = "start: /a/"
 LISTS = TokenLists(allowed_tokens=b"\0\6", bad_words=((9, 17),))
 COMMON = {

@@ -14,7 +14,7 @@ import openai
 import pytest
 import transformers
 
-from service.api.admission.grammar import chat_constraint
+from service.api.admission.answer_constraints import chat_constraint
 from service.api.schema.requests import ChatRequest
 from service.grammars.constraints import ConstraintError, grammar_of, text_constraint
 from service.grammars.matching import TokenTable, compile_grammar

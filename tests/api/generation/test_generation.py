@@ -15,7 +15,8 @@ import pytest
 
 from kernels.sampling.parameters import ScoredToken
 from service.api.admission.model_resolution import Part, ResolvedModel
-from service.api.admission.pipeline import Admitted, PlannedSequence
+from service.api.admission.pipeline import Admitted
+from service.api.admission.plans import PlannedSequence
 from service.api.admission.prompts import Prompt
 from service.api.errors import BadRequest, EngineFailed, NotReady, QueueFull, status_of
 from service.api.generation.job import GenerationJob

@@ -1,15 +1,15 @@
-"""The constraint on a request's answer: one from all its fields, compiled to the grammar that the engine follows."""
+"""Limits on a request's answers: stop strings, lists of tokens, and one grammar from all fields that constrain them."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from service.api.admission.parsers import is_format_idle, shown_tools
-from service.api.errors import BadRequest
+from service.api.errors import BadRequest, quoted
 from service.api.schema.requests import ChatRequest, Generation
 from service.api.schema.response_formats import (
     JsonObjectFormat,
@@ -19,6 +19,7 @@ from service.api.schema.response_formats import (
 )
 from service.api.schema.tools import AllowedToolsChoice, callable_tools, may_skip_calls, tools_chars
 from service.api.state import Services
+from service.engine.ipc.messages import Ready
 from service.fairness.thread_pool import run_in_thread
 from service.grammars.constraints import (
     Constraint,
@@ -30,9 +31,124 @@ from service.grammars.constraints import (
 )
 from service.grammars.tool_calls import Beside, lark_of_calls, lark_of_thoughts
 from service.text.answer_reader import ParserConfig
+from service.text.stop_strings import StopAutomaton
+from service.text.tokenizer import TextTokenizer
 
+# Characters of a request's stop strings together; the automaton takes about 150 bytes for each.
+MAX_STOP_CHARS = 4096
+# A character of a stop string, in the automaton, as much as so many of a text that is tokenised.
+_STOP_CHARS = 10
+# Characters of a request's bad words together: each step looks for their tokens.
+MAX_BAD_CHARS = 4096
 _JSON_OBJECT = {"type": "object"}
 _Makes = Callable[[], Constraint | None]
+
+
+@dataclass(frozen=True)
+class TokenLists:
+    """See `Sampling`, whose fields these are. The default allows everything."""
+
+    allowed_tokens: bytes = b""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+
+    def leave_a_token(self, barred: Iterable[int], vocab_size: int) -> bool:
+        """Whether a token can be chosen wherever the bad words bar what they can, and these tokens are barred too."""
+        gone = {*barred, *(word[-1] for word in self.bad_words)}
+        if not self.allowed_tokens:
+            return len(gone) < vocab_size
+        bits = bytearray(self.allowed_tokens)
+        for token_id in gone:
+            if token_id >> 3 < len(bits):
+                bits[token_id >> 3] &= ~(1 << (token_id & 7))
+        return any(bits)
+
+
+@dataclass(frozen=True)
+class AnswerConstraints:
+    """Limits on the answers, for all sequences of a request."""
+
+    stop: StopAutomaton
+    lists: TokenLists
+    grammar: str | None
+
+
+async def constraints_of(
+    services: Services, ready: Ready, request: Generation, reading: ParserConfig
+) -> AnswerConstraints:
+    """Those of the request, whose answers are read so. BadRequest names a wrong field."""
+    stop = stop_strings(request)
+    automaton = await run_in_thread(partial(StopAutomaton, stop), size_chars=_STOP_CHARS * sum(map(len, stop)))
+    lists = await run_in_thread(
+        partial(token_lists, request, services.tokenizer, ready.vocab_size), size_chars=num_list_chars(request)
+    )
+    return AnswerConstraints(automaton, lists, await requested_grammar(services, request, reading))
+
+
+def stop_strings(request: Generation) -> tuple[str, ...]:
+    """The `stop` field as a tuple. BadRequest if the texts are too long together."""
+    if request.stop is None:
+        return ()
+    stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
+    num_chars = sum(map(len, stop))
+    if num_chars > MAX_STOP_CHARS:
+        raise BadRequest(
+            f"`stop` has {num_chars} characters in all; this server takes {MAX_STOP_CHARS}. Send shorter texts, or "
+            "fewer.",
+            param="stop",
+        )
+    return stop
+
+
+def num_list_chars(request: Generation) -> int:
+    """About the characters that `token_lists` has to handle, for `run_in_thread`."""
+    return len(request.allowed_token_ids or ()) + 2 * sum(map(len, request.bad_words or ()))
+
+
+def token_lists(request: Generation, tokenizer: TextTokenizer, vocab_size: int) -> TokenLists:
+    """BadRequest names a wrong field."""
+    return TokenLists(_allowed(request, vocab_size), _bad_words(request, tokenizer, vocab_size))
+
+
+def _allowed(request: Generation, vocab_size: int) -> bytes:
+    token_ids = request.allowed_token_ids
+    if token_ids is None:
+        return b""
+    highest = max(token_ids)
+    if highest >= vocab_size:
+        raise BadRequest(
+            f"allowed_token_ids holds {highest}, which is out of vocabulary: the last token is {vocab_size - 1}.",
+            param="allowed_token_ids",
+        )
+    bits = bytearray(highest // 8 + 1)
+    for token_id in token_ids:
+        bits[token_id >> 3] |= 1 << (token_id & 7)
+    return bytes(bits)
+
+
+def _bad_words(request: Generation, tokenizer: TextTokenizer, vocab_size: int) -> tuple[tuple[int, ...], ...]:
+    """Each word as a text begins with it, and as it stands behind a space."""
+    words = request.bad_words or []
+    num_chars = sum(map(len, words))
+    if num_chars > MAX_BAD_CHARS:
+        raise BadRequest(
+            f"`bad_words` has {num_chars} characters in all; this server takes {MAX_BAD_CHARS}. Send shorter texts, or "
+            "fewer.",
+            param="bad_words",
+        )
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        first, spaced = (
+            tuple(tokenizer.encode(space + word.lstrip(), add_special_tokens=False)) for space in ("", " ")
+        )
+        if not first or max(first + spaced) >= vocab_size:
+            raise BadRequest(
+                f"`bad_words` holds {quoted(word)!r}, which has no tokens of this model.", param="bad_words"
+            )
+        found[first] = None
+        # Where the space is a token by itself, the word behind it is the same as without.
+        if spaced[-len(first) :] != first:
+            found[spaced] = None
+    return tuple(found)
 
 
 async def requested_grammar(services: Services, request: Generation, reading: ParserConfig) -> str | None:

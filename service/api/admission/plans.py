@@ -1,47 +1,127 @@
-"""A request's sampling fields to the engine's `Sampling`, each checked against the model."""
+"""Sequences that the engine can run, with their sampling: a request's fields, each checked against the model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
+import msgspec
 from pydantic import ValidationError
 
 from kernels.sampling.parameters import NEUTRAL, PARAMETERS
+from service.api.admission.answer_constraints import AnswerConstraints, TokenLists
+from service.api.admission.model_resolution import ResolvedModel
+from service.api.admission.prompts import Prompt, num_answer_tokens
 from service.api.errors import BadRequest, quoted
 from service.api.schema.error_messages import bad_request
-from service.api.schema.requests import ChatRequest, CompletionRequest, Decoding, Generation
-from service.engine.ipc.messages import Sampling
-from service.text.tokenizer import TextError, TextTokenizer, read_json
+from service.api.schema.requests import (
+    MAX_HELD_LOGPROBS,
+    ChatRequest,
+    CompletionRequest,
+    Decoding,
+    Generation,
+    OnNewVersion,
+)
+from service.api.state import Services
+from service.engine.ipc.messages import Pooling, Ready, Sampling
+from service.text.stop_strings import StopAutomaton
+from service.text.tokenizer import TextError, read_json
 
 _SEED_RANGE = 2**63
 _MAX_ID_DIGITS = 10
 _MAX_SHOWN_KEYS = 8
-# Characters of a request's stop strings together; the automaton takes about 150 bytes for each.
-MAX_STOP_CHARS = 4096
-# Characters of a request's bad words together: each step looks for their tokens.
-MAX_BAD_CHARS = 4096
 
 
 @dataclass(frozen=True)
-class TokenLists:
-    """See `Sampling`, whose fields these are. The default allows everything."""
+class PlannedSequence:
+    """One sequence to run: `sampling.seed` is already this choice's own. `include_stop`: what ends the answer, a stop
+    string or an end token's text, is part of it. `pooling`: the prompt's hidden states are wanted, and no answer.
+    `on_new_version`: what happens when the adapter's name moves; `tells_versions`: the answer says which made it."""
 
-    allowed_tokens: bytes = b""
-    bad_words: tuple[tuple[int, ...], ...] = ()
+    request_id: str
+    prompt: Prompt
+    sampling: Sampling
+    stop: StopAutomaton
+    skip_special_tokens: bool
+    include_stop: bool
+    pooling: Pooling | None = None
+    cache_salt: str = ""
+    on_new_version: OnNewVersion = "keep"
+    tells_versions: bool = False
 
-    def leave_a_token(self, barred: Iterable[int], vocab_size: int) -> bool:
-        """Whether a token can be chosen wherever the bad words bar what they can, and these tokens are barred too."""
-        gone = {*barred, *(word[-1] for word in self.bad_words)}
-        if not self.allowed_tokens:
-            return len(gone) < vocab_size
-        bits = bytearray(self.allowed_tokens)
-        for token_id in gone:
-            if token_id >> 3 < len(bits):
-                bits[token_id >> 3] &= ~(1 << (token_id & 7))
-        return any(bits)
+    @property
+    def most_tokens(self) -> int:
+        """Prompt and answer, if that is as long as it may be."""
+        return len(self.prompt.token_ids) + self.sampling.max_tokens
+
+
+def plans_of(
+    services: Services,
+    ready: Ready,
+    target: ResolvedModel,
+    request: CompletionRequest | ChatRequest,
+    prompts: Sequence[Prompt],
+    constraints: AnswerConstraints,
+) -> list[PlannedSequence]:
+    """`n` sequences for each prompt, in order of the choices' index. BadRequest if one could never be served."""
+    plans = []
+    on_new_version = request.on_new_version or target.on_new_version or services.settings.on_new_version
+    for prompt in prompts:
+        sampling = build_sampling(
+            request,
+            max_tokens=num_answer_tokens(ready, request, len(prompt.token_ids)),
+            vocab_size=ready.vocab_size,
+            eos_token_ids=services.tokenizer.eos_token_ids,
+            own_eos_token_ids=target.eos_token_ids,
+            defaults=services.sampling_defaults,
+            lists=constraints.lists,
+            grammar=constraints.grammar,
+            max_logprobs=services.settings.max_logprobs,
+        )
+        for index in range(request.n or 1):
+            plans.append(
+                PlannedSequence(
+                    request_id=uuid4().hex,
+                    prompt=prompt,
+                    sampling=msgspec.structs.replace(sampling, seed=seed_of_choice(request.seed, index)),
+                    stop=constraints.stop,
+                    skip_special_tokens=request.skip_special_tokens is not False,
+                    include_stop=bool(request.include_stop_str_in_output or request.no_stop_trim),
+                    cache_salt=request.cache_salt or "",
+                    on_new_version=on_new_version,
+                    tells_versions=request.on_new_version is not None,
+                )
+            )
+    # One answer alone is seldom as long as it may be, and those of a stream do not wait for each other.
+    if (wanted := num_logprobs(plans, with_answers=len(plans) > 1 and not request.stream)) > MAX_HELD_LOGPROBS:
+        raise too_many_logprobs(wanted)
+    return plans
+
+
+def num_logprobs(plans: Sequence[PlannedSequence], *, with_answers: bool) -> int:
+    """Log probabilities, alternatives included, that the sequences ask for: of prompts, and of answers that are as long
+    as they may be. What there is of them is counted again as it comes (`service.api.queue_limits`)."""
+    num = 0
+    for plan in plans:
+        sampling = plan.sampling
+        if sampling.prompt_logprobs is not None:
+            num += len(plan.prompt.token_ids) * (sampling.prompt_logprobs + 1)
+        if sampling.logprobs is not None and with_answers:
+            num += sampling.max_tokens * (sampling.logprobs + len(sampling.logprob_token_ids) + 1)
+    return num
+
+
+def too_many_logprobs(wanted: int) -> BadRequest:
+    """The error for a request of so many log probabilities."""
+    return BadRequest(
+        f"This asks for up to {wanted} log probabilities of prompts and answers; a request may have "
+        f"{MAX_HELD_LOGPROBS}: lower `max_tokens`, `logprobs`, `top_logprobs`, `prompt_logprobs` or `n`, or send fewer "
+        "prompts.",
+        param="logprobs",
+    )
 
 
 def model_defaults(model_dir: Path) -> Mapping[str, float]:
@@ -133,21 +213,6 @@ def seed_of_choice(seed: int | None, index: int) -> int | None:
     return (seed + index + _SEED_RANGE) % (2 * _SEED_RANGE) - _SEED_RANGE
 
 
-def stop_strings(request: Generation) -> tuple[str, ...]:
-    """The `stop` field as a tuple. BadRequest if the texts are too long together."""
-    if request.stop is None:
-        return ()
-    stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop)
-    num_chars = sum(map(len, stop))
-    if num_chars > MAX_STOP_CHARS:
-        raise BadRequest(
-            f"`stop` has {num_chars} characters in all; this server takes {MAX_STOP_CHARS}. Send shorter texts, or "
-            "fewer.",
-            param="stop",
-        )
-    return stop
-
-
 def _logprobs(
     request: CompletionRequest | ChatRequest, vocab_size: int, max_logprobs: int
 ) -> tuple[int | None, int | None]:
@@ -208,55 +273,3 @@ def _logit_bias(request: Generation, vocab_size: int) -> dict[int, float]:
 
 def _is_token_id(key: str) -> bool:
     return key.isascii() and key.isdigit() and len(key) <= _MAX_ID_DIGITS
-
-
-def num_list_chars(request: Generation) -> int:
-    """About the characters that `token_lists` has to handle, for `run_in_thread`."""
-    return len(request.allowed_token_ids or ()) + 2 * sum(map(len, request.bad_words or ()))
-
-
-def token_lists(request: Generation, tokenizer: TextTokenizer, vocab_size: int) -> TokenLists:
-    """BadRequest names a wrong field."""
-    return TokenLists(_allowed(request, vocab_size), _bad_words(request, tokenizer, vocab_size))
-
-
-def _allowed(request: Generation, vocab_size: int) -> bytes:
-    token_ids = request.allowed_token_ids
-    if token_ids is None:
-        return b""
-    highest = max(token_ids)
-    if highest >= vocab_size:
-        raise BadRequest(
-            f"allowed_token_ids holds {highest}, which is out of vocabulary: the last token is {vocab_size - 1}.",
-            param="allowed_token_ids",
-        )
-    bits = bytearray(highest // 8 + 1)
-    for token_id in token_ids:
-        bits[token_id >> 3] |= 1 << (token_id & 7)
-    return bytes(bits)
-
-
-def _bad_words(request: Generation, tokenizer: TextTokenizer, vocab_size: int) -> tuple[tuple[int, ...], ...]:
-    """Each word as a text begins with it, and as it stands behind a space."""
-    words = request.bad_words or []
-    num_chars = sum(map(len, words))
-    if num_chars > MAX_BAD_CHARS:
-        raise BadRequest(
-            f"`bad_words` has {num_chars} characters in all; this server takes {MAX_BAD_CHARS}. Send shorter texts, or "
-            "fewer.",
-            param="bad_words",
-        )
-    found: dict[tuple[int, ...], None] = {}
-    for word in words:
-        first, spaced = (
-            tuple(tokenizer.encode(space + word.lstrip(), add_special_tokens=False)) for space in ("", " ")
-        )
-        if not first or max(first + spaced) >= vocab_size:
-            raise BadRequest(
-                f"`bad_words` holds {quoted(word)!r}, which has no tokens of this model.", param="bad_words"
-            )
-        found[first] = None
-        # Where the space is a token by itself, the word behind it is the same as without.
-        if spaced[-len(first) :] != first:
-            found[spaced] = None
-    return tuple(found)

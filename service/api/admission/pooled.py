@@ -1,4 +1,4 @@
-"""Pairs of a query and a document as prompts, and which way a model scores them.
+"""The sequences of requests whose answers are pooled: embeddings, classes, and scores of pairs of texts.
 
 An adapter with a score head scores a pair as its trainer's tokenizer joins two texts. Another model is a yes/no
 reranker where `classifier_from_token` (of the adapter's configuration, else of the settings) names two tokens: its chat
@@ -9,15 +9,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from uuid import uuid4
 
 from service.api.admission.model_resolution import ResolvedModel
-from service.api.admission.prompts import Prompt, check_fits, context_limit, encoded, refuse_hopeless, rendered_chat
+from service.api.admission.plans import PlannedSequence
+from service.api.admission.prompts import (
+    Prompt,
+    check_fits,
+    context_limit,
+    encoded,
+    refuse_hopeless,
+    rendered,
+    rendered_chat,
+    tokenized,
+)
 from service.api.errors import BadRequest, quoted
 from service.api.schema.pooled import ClassifyRequest, EmbeddingRequest, PairRequest, PoolingRequest
-from service.api.schema.requests import ChatRequest, PooledRequest, PromptRequest
+from service.api.schema.requests import ChatRequest, PooledRequest
 from service.api.state import Services
 from service.engine.ipc.messages import Pooling, Ready, Sampling
 from service.fairness.thread_pool import run_in_thread
+from service.text.stop_strings import StopAutomaton
 
 # Of all prompts of a request: a long query is repeated for each document.
 MAX_PAIR_TOKENS = 1 << 22
@@ -30,17 +43,24 @@ _INSTRUCTION = "Given a web search query, retrieve relevant passages that answer
 _PAIR = "PAIR-5f0c9e4b7a"
 
 
-def check_task(services: Services, target: ResolvedModel, request: PromptRequest) -> None:
-    """BadRequest for what the model cannot do: to write with a score head, or to classify without one."""
+async def pooled_plans(
+    services: Services, ready: Ready, target: ResolvedModel, request: PooledRequest
+) -> list[PlannedSequence]:
+    """A sequence for each of the request's prompts, in order. BadRequest if one could never be served."""
+    _check_task(services, target, request)
+    if isinstance(request, PairRequest):
+        prompts = await _pair_prompts(services, target, request, ready)
+    else:
+        prompts = await tokenized(services, request, await rendered(services, target, request), ready)
+    plan = partial(PlannedSequence, stop=StopAutomaton(()), skip_special_tokens=True, include_stop=False)
+    pooling, salt = _pooling_of(target, request), request.cache_salt or ""
+    sampling = _sampling_of(services, target, pooling)
+    return [plan(uuid4().hex, prompt, sampling, pooling=pooling, cache_salt=salt) for prompt in prompts]
+
+
+def _check_task(services: Services, target: ResolvedModel, request: PooledRequest) -> None:
+    """BadRequest for what the model cannot do."""
     name, labels = quoted(target.shown_name), target.labels
-    if not isinstance(request, PooledRequest):
-        if labels:
-            raise BadRequest(
-                f"The adapter {name!r} has a score head, trained to classify texts, and writes none; send them to "
-                "/classify, /v1/score or /v1/rerank.",
-                param="model",
-            )
-        return
     wants_head = isinstance(request, ClassifyRequest) or (
         isinstance(request, PoolingRequest) and request.task in ("classify", "score")
     )
@@ -65,7 +85,7 @@ def check_task(services: Services, target: ResolvedModel, request: PromptRequest
         )
 
 
-def pooling_of(target: ResolvedModel, request: PooledRequest) -> Pooling | None:
+def _pooling_of(target: ResolvedModel, request: PooledRequest) -> Pooling | None:
     """The engine's answer; None: the logits of two tokens."""
     if isinstance(request, EmbeddingRequest):
         return request.pooling or "last"
@@ -76,7 +96,7 @@ def pooling_of(target: ResolvedModel, request: PooledRequest) -> Pooling | None:
     return None if isinstance(request, PairRequest) else "last"
 
 
-def sampling_of(services: Services, target: ResolvedModel, pooling: Pooling | None) -> Sampling:
+def _sampling_of(services: Services, target: ResolvedModel, pooling: Pooling | None) -> Sampling:
     """No token, or one with the log probabilities of both tokens. BadRequest if they are none."""
     if pooling is not None:
         return Sampling(max_tokens=0)
@@ -110,7 +130,7 @@ class _Frame:
         return f"<Instruct>: {self.instruction}\n<Query>: {text}\n"
 
 
-async def pair_prompts(services: Services, target: ResolvedModel, request: PairRequest, ready: Ready) -> list[Prompt]:
+async def _pair_prompts(services: Services, target: ResolvedModel, request: PairRequest, ready: Ready) -> list[Prompt]:
     """The request's pairs in order, as tokens that the engine can run. BadRequest names the field of one that cannot
     fit."""
     pairs = request.pairs
