@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from service.api.admission.parsers import is_format_idle, shown_tools
+from service.api.admission.rendering import is_format_idle, shown_tools
 from service.api.errors import BadRequest, quoted
 from service.api.schema.requests import ChatRequest, Generation
 from service.api.schema.response_formats import (

@@ -2,7 +2,7 @@
 
     resolve    the model's name to the base or an adapter's digest, with a lease on it (`model_resolution`)
     reserve    a place in the queue for each sequence
-    render     the chat template with the messages (`prompts`, `parsers`)
+    render     the chat template with the messages (`rendering`)
     tokenise   each prompt, which must fit (`prompts`)
     constrain  the answers: stop strings, token lists, grammar (`answer_constraints`)
     plan       the sequences with their sampling (`plans`), and charge their tokens
@@ -21,7 +21,8 @@ from service.api.admission.answer_constraints import constraints_of
 from service.api.admission.model_resolution import ResolvedModel, resolve_request
 from service.api.admission.plans import PlannedSequence, plans_of
 from service.api.admission.pooled import pooled_plans
-from service.api.admission.prompts import raw_prompts, rendered, tokenized
+from service.api.admission.prompts import tokenized
+from service.api.admission.rendering import raw_prompts, rendered
 from service.api.errors import BadRequest, quoted
 from service.api.queue_limits import QueuePlaces
 from service.api.schema.requests import ChatRequest, CompletionRequest, PooledRequest, PromptRequest

@@ -14,18 +14,10 @@ from uuid import uuid4
 
 from service.api.admission.model_resolution import ResolvedModel
 from service.api.admission.plans import PlannedSequence
-from service.api.admission.prompts import (
-    Prompt,
-    check_fits,
-    context_limit,
-    encoded,
-    refuse_hopeless,
-    rendered,
-    rendered_chat,
-    tokenized,
-)
+from service.api.admission.prompts import Prompt, check_fits, context_limit, encoded, refuse_hopeless, tokenized
+from service.api.admission.rendering import RenderedPrompt, rendered_chat
 from service.api.errors import BadRequest, quoted
-from service.api.schema.pooled import ClassifyRequest, EmbeddingRequest, PairRequest, PoolingRequest
+from service.api.schema.pooled import ClassifyRequest, EmbeddingRequest, InputRequest, PairRequest, PoolingRequest
 from service.api.schema.requests import ChatRequest, PooledRequest
 from service.api.state import Services
 from service.engine.ipc.messages import Pooling, Ready, Sampling
@@ -51,11 +43,17 @@ async def pooled_plans(
     if isinstance(request, PairRequest):
         prompts = await _pair_prompts(services, target, request, ready)
     else:
-        prompts = await tokenized(services, request, await rendered(services, target, request), ready)
+        assert isinstance(request, InputRequest)
+        prompts = await tokenized(services, request, _inputs(request), ready)
     plan = partial(PlannedSequence, stop=StopAutomaton(()), skip_special_tokens=True, include_stop=False)
     pooling, salt = _pooling_of(target, request), request.cache_salt or ""
     sampling = _sampling_of(services, target, pooling)
     return [plan(uuid4().hex, prompt, sampling, pooling=pooling, cache_salt=salt) for prompt in prompts]
+
+
+def _inputs(request: InputRequest) -> list[RenderedPrompt]:
+    is_one = isinstance(request.input, str) or (bool(request.input) and isinstance(request.input[0], int))
+    return [RenderedPrompt(text, "input" if is_one else f"input[{index}]") for index, text in enumerate(request.inputs)]
 
 
 def _check_task(services: Services, target: ResolvedModel, request: PooledRequest) -> None:

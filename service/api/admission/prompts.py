@@ -1,26 +1,12 @@
-"""The prompts of a request: its messages or texts rendered, then tokenised, and checked to fit the engine."""
+"""The prompts of a request, tokenised and checked to fit the engine."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from adapters.files.manifest import Manifest
-from adapters.files.paths import DEFAULT_TEMPLATE
-from service.api.admission.model_resolution import ResolvedModel
-from service.api.admission.parsers import (
-    is_effort_idle,
-    left_out,
-    reading_of,
-    shown_tools,
-    thinking_variables,
-    writes_tools_of,
-)
-from service.api.errors import BadRequest, quoted
-from service.api.http.json_body import check_inner_counts
-from service.api.schema.pooled import InputRequest, texts_of
+from service.api.admission.rendering import RenderedPrompt
+from service.api.errors import BadRequest
 from service.api.schema.requests import (
     ChatRequest,
     CompletionRequest,
@@ -28,15 +14,10 @@ from service.api.schema.requests import (
     PromptRequest,
     TokenizeRequest,
 )
-from service.api.schema.tools import tools_chars
 from service.api.state import Services
 from service.engine.ipc.messages import Ready
-from service.fairness.thread_pool import LONG_TEXT_CHARS, run_in_thread
-from service.grammars.json_schemas import each_value
+from service.fairness.thread_pool import run_in_thread
 from service.text.answer_reader import PLAIN, ParserConfig
-from service.text.chat_template import RESERVED_VARIABLES, ChatTemplate, chosen_name, shared_beginnings
-from service.text.template_sandbox import TemplateError
-from service.text.template_worker import AdapterTemplate, LimitError
 
 DEFAULT_COMPLETION_TOKENS = 16
 # Characters of a text that may exceed the context, far beyond most contexts: clients count tokens of such texts too.
@@ -45,26 +26,6 @@ MAX_TEXT_CHARS = 1 << 20
 # And of one that should fit, for each token of the context: a vocabulary may have single tokens of hundreds of spaces,
 # but no prompt is made of them alone.
 _CHARS_PER_TOKEN = 16
-# A message costs as much as so many characters of one, however short it is.
-_MESSAGE_CHARS = 50
-_VALUE_CHARS = 5
-
-
-@dataclass(frozen=True)
-class RenderedPrompt:
-    """One prompt before it is tokenised: a text, or the client's own token ids.
-
-    field     the request's field that it comes from, for errors
-    reading   the way to read its answers
-    left_out  names of the request's fields that its answers do without
-    shared    characters that later prompts are likely to begin with, as `shared_beginnings` has them
-    """
-
-    text: str | list[int]
-    field: str
-    reading: ParserConfig = PLAIN
-    left_out: tuple[str, ...] = ()
-    shared: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -77,24 +38,6 @@ class Prompt:
     reading: ParserConfig = PLAIN
     left_out: tuple[str, ...] = ()
     keep_at: tuple[int, ...] = ()
-
-
-async def rendered(
-    services: Services, target: ResolvedModel, request: PromptRequest | TokenizeRequest
-) -> list[RenderedPrompt]:
-    """The request's prompts in order; of messages the one that the chat template makes of them."""
-    if isinstance(request, ChatRequest | TokenizeRequest):
-        return [await rendered_chat(services, target, request)]
-    if isinstance(request, CompletionRequest):
-        return [RenderedPrompt(text, "prompt") for text in raw_prompts(request)]
-    assert isinstance(request, InputRequest), "pairs are made in `pooled`"
-    is_one = isinstance(request.input, str) or (bool(request.input) and isinstance(request.input[0], int))
-    return [RenderedPrompt(text, "input" if is_one else f"input[{index}]") for index, text in enumerate(request.inputs)]
-
-
-def raw_prompts(request: CompletionRequest) -> list[str | list[int]]:
-    """The four forms of `prompt` as one."""
-    return texts_of(request.prompt, "prompt")
 
 
 async def tokenized(
@@ -251,134 +194,3 @@ def _limit_field(request: PromptRequest) -> str:
     if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
         return "max_completion_tokens"
     return "max_tokens"
-
-
-def _cost_chars(variables: Any) -> int:
-    """About the characters of plain data as text, or enough of them for `run_in_thread` to leave the loop."""
-    num_chars = 0
-    for one in each_value(variables):
-        num_chars += len(one) if isinstance(one, str) else _VALUE_CHARS
-        if num_chars >= LONG_TEXT_CHARS:
-            break
-    return num_chars
-
-
-def templates_of(services: Services, target: ResolvedModel) -> dict[str, ChatTemplate | AdapterTemplate]:
-    """The chat templates of a model by name: those that an adapter ships, and of the base all if it ships none, or else
-    the usual one where it has none of its own. Reads files. BadRequest for a sum of adapters that have other ones."""
-    if not target.parts:
-        return dict(services.templates)
-    first, *others = (_templates_with(services, part.manifest) for part in target.parts)
-    for other, part in zip(others, target.parts[1:], strict=True):
-        if _sources(other) != _sources(first) or part.manifest.special_tokens != target.changed_tokens:
-            names = " and ".join(repr(one.shown_name) for one in (target.parts[0], part))
-            raise BadRequest(
-                f"The adapters {names} have different chat templates, and a chat has one; send the prompt to "
-                "/v1/completions.",
-                param="messages",
-            )
-    return first
-
-
-def _sources(templates: Mapping[str, ChatTemplate | AdapterTemplate]) -> dict[str, str]:
-    return {name: template.source for name, template in templates.items()}
-
-
-def _templates_with(services: Services, manifest: Manifest) -> dict[str, ChatTemplate | AdapterTemplate]:
-    """Those of an adapter."""
-    changed = manifest.special_tokens
-    # The special tokens that they see: the base's, or what the adapter has in their place.
-    told = {name: text for name, text in {**services.tokenizer.special_tokens, **changed}.items() if text is not None}
-    own: dict[str, ChatTemplate | AdapterTemplate] = {}
-    if manifest.has_chat_template:
-        own |= services.adapter_templates(manifest.digest, told)
-    of_base = {name: one for name, one in services.templates.items() if not own or name == DEFAULT_TEMPLATE}
-    if changed:
-        of_base = {name: one.with_special_tokens(told) for name, one in of_base.items()}
-    return {**of_base, **own}
-
-
-def _required_template(
-    services: Services, target: ResolvedModel, asked: str | None, *, has_tools: bool
-) -> ChatTemplate | AdapterTemplate:
-    """The chat template of a request that asks for one by name, or for none. BadRequest if there is no such one."""
-    templates = templates_of(services, target)
-    name = chosen_name(templates.keys(), asked, has_tools=has_tools)
-    if name is not None:
-        return templates[name]
-    if not templates:
-        raise BadRequest("This model has no chat template; send the prompt to /v1/completions instead of messages.")
-    names = ", ".join(map(repr, sorted(templates)))
-    which = "no default chat template" if asked is None else f"no chat template {quoted(asked)!r}"
-    raise BadRequest(
-        f"This model has {which}; let `chat_template_name` be one of {names}.",
-        param="chat_template_name",
-    )
-
-
-async def rendered_chat(
-    services: Services, target: ResolvedModel, request: ChatRequest | TokenizeRequest
-) -> RenderedPrompt:
-    messages, given = request.messages, request.chat_template_kwargs or {}
-    assert messages is not None, "a request without messages has no chat"
-    if taken := RESERVED_VARIABLES & given.keys():
-        raise BadRequest(f"chat_template_kwargs may not hold {', '.join(sorted(taken))}.", param="chat_template_kwargs")
-    final = bool(request.continue_final_message)
-    generate = not final if request.add_generation_prompt is None else request.add_generation_prompt
-    tools = shown_tools(request)
-
-    def render() -> RenderedPrompt:
-        check_inner_counts([text for message in messages for text in message.json_texts])
-        plain = [message.for_template() for message in messages]
-        template = _required_template(services, target, request.chat_template_name, has_tools=bool(tools))
-        writes_tools = writes_tools_of(services, template, tools, plain)
-        options: dict[str, Any] = {
-            "add_generation_prompt": generate,
-            "tools": [tool.for_template() for tool in tools] or None,
-            "writes_tools": writes_tools,
-        }
-        choices = thinking_variables(services, request, template.source)
-        text, seen = _first_rendered(template, choices, plain, given=given, continue_final_message=final, **options)
-        if lost := next((message for message in messages if message.is_lost_in(text)), None):
-            raise BadRequest(
-                f"The chat template does not show messages of the role {quoted(lost.role)!r}; send one that it knows.",
-                param="messages",
-            )
-        if isinstance(request, TokenizeRequest):
-            return RenderedPrompt(text, "messages")
-        names = left_out(request)
-        if is_effort_idle(services, request, template.source, seen):
-            names.append("reasoning_effort")
-        reading = reading_of(services, request, template.source, text, writes_tools=writes_tools)
-        ready, shared = services.engine.ready, tuple[int, ...]()
-        if ready is not None and ready.keeps_states:
-            shared = shared_beginnings(template.render, text, plain, variables={**seen, **given}, **options)
-        return RenderedPrompt(text, "messages", reading, tuple(names), shared)
-
-    if target.has_template:
-        async with services.template_turn(target.turn):
-            return await asyncio.wrap_future(services.template_workers.submit(render))
-    size_chars = sum(_MESSAGE_CHARS + message.num_chars for message in messages) + tools_chars(tools)
-    return await run_in_thread(render, size_chars=size_chars + _cost_chars(given))
-
-
-def _first_rendered(
-    template: ChatTemplate | AdapterTemplate,
-    choices: Sequence[dict[str, Any]],
-    messages: Sequence[Mapping[str, Any]],
-    *,
-    given: Mapping[str, Any],
-    **options: Any,
-) -> tuple[str, dict[str, Any]]:
-    """(text, variables) of the first of `choices` with which the template renders; the first error if it does with
-    none. `given`: the request's own variables, which go first."""
-    refusal: TemplateError | None = None
-    for variables in choices:
-        try:
-            return template.render(messages, variables={**variables, **given}, **options), variables
-        except LimitError:
-            raise
-        except TemplateError as error:
-            refusal = refusal or error
-    assert refusal is not None, "there is one choice at least"
-    raise refusal

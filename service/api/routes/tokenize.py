@@ -12,7 +12,8 @@ from adapters.files.paths import DEFAULT_TEMPLATE
 from service.api.access.auth import caller_of
 from service.api.adapter_routes.listing import listing
 from service.api.admission.model_resolution import resolve, resolve_request
-from service.api.admission.prompts import MAX_TEXT_CHARS, Prompt, encoded, rendered, templates_of, tokenized
+from service.api.admission.prompts import MAX_TEXT_CHARS, Prompt, encoded, tokenized
+from service.api.admission.rendering import rendered_chat, templates_of
 from service.api.errors import BadRequest
 from service.api.http.json_body import JsonRoute
 from service.api.http.sse import json_answer, until_disconnect
@@ -77,7 +78,7 @@ async def prompt_of(services: Services, caller: Caller, body: TokenizeRequest | 
         target = resolve(services, caller, body.model)
     try:
         if isinstance(body, ChatRequest) or body.messages is not None:
-            return (await tokenized(services, body, await rendered(services, target, body)))[0]
+            return (await tokenized(services, body, [await rendered_chat(services, target, body)]))[0]
         text = body.prompt or ""
         if len(text) > MAX_TEXT_CHARS:
             raise BadRequest(

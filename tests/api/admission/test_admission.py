@@ -18,7 +18,8 @@ from service.api.admission import plans
 from service.api.admission.model_resolution import Part, ResolvedModel, resolve
 from service.api.admission.pipeline import admit, reserve
 from service.api.admission.plans import NEUTRAL
-from service.api.admission.prompts import Prompt, rendered, tokenized
+from service.api.admission.prompts import Prompt, tokenized
+from service.api.admission.rendering import rendered
 from service.api.errors import BadRequest, BodyTooLarge, QueueFull, UnknownModel, status_of
 from service.api.generation.sequence import OutputChunk
 from service.api.queue_limits import QueueLimits
