@@ -200,8 +200,17 @@ LAYERS: dict[str, dict[str, str]] = {
         "generation": "admission errors http metrics queue_limits schema state",
         "entry": "access errors generation http http_rules metrics schema",
         "adapter_routes": "access admission entry errors openapi page_cache schema state uploads",
-        "routes": "access adapter_routes admission entry errors generation http openapi queue_limits response_store "
-        "schema state",
+        "routes": "access adapter_routes admission entry errors generation http openapi response_store schema state",
+    },
+    # The stages of a request, in order.
+    "service/api/admission": {
+        "model_resolution": "",
+        "rendering": "model_resolution",
+        "prompts": "rendering",
+        "answer_constraints": "rendering",
+        "plans": "answer_constraints model_resolution prompts",
+        "pooled": "model_resolution plans prompts rendering",
+        "pipeline": "answer_constraints model_resolution plans pooled prompts rendering",
     },
 }
 

@@ -1,15 +1,13 @@
-"""Quotas of clients in the API process: places in the queue, and log probabilities that wait to be sent."""
+"""Quotas of clients in the API process: places in a queue, and log probabilities that wait to be sent."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import copy
 
 from adapters.quota import ClientQuota
 from service.api.errors import QueueFull
 from service.fairness.client_identity import CLIENT
-from service.tenants.limits import Tenant
 
 
 class QueueLimits:
@@ -50,42 +48,6 @@ class QueueLimits:
             yield
         finally:
             self.leave(num_places, client)
-
-
-class QueuePlaces:
-    """Places of one request's sequences, the tenant's and the queue's, held until they are given back.
-
-    LimitReached or QueueFull, with nothing taken, where the tenant or the client may not have all of them.
-    """
-
-    def __init__(self, queue: QueueLimits, tenant: Tenant, client: str, num_places: int) -> None:
-        tenant.enter(num_places)
-        try:
-            queue.enter(num_places, client)
-        except QueueFull:
-            tenant.leave(num_places)
-            raise
-        self._queue, self._tenant, self._client = queue, tenant, client
-        self.num_held = num_places
-
-    def split(self, num_places: int) -> QueuePlaces:
-        """Hand so many of the places to another request."""
-        self.num_held -= num_places
-        assert self.num_held >= 0, "more places were handed over than held"
-        part = copy(self)
-        part.num_held = num_places
-        return part
-
-    def shrink(self, most: int) -> None:
-        """Give back all places beyond `most`."""
-        num_given = max(0, self.num_held - most)
-        self.num_held -= num_given
-        self._queue.leave(num_given, self._client)
-        self._tenant.leave(num_given)
-
-    def release(self) -> None:
-        """Give back all places."""
-        self.shrink(0)
 
 
 def logprob_shares(most_of_one: int) -> ClientQuota:

@@ -75,7 +75,7 @@ class AnswerConstraints:
 async def constraints_of(
     services: Services, ready: Ready, request: Generation, reading: ParserConfig
 ) -> AnswerConstraints:
-    """Those of the request, whose answers are read so. BadRequest names a wrong field."""
+    """All limits on the request's answers, which `reading` parses. BadRequest names a wrong field."""
     stop = stop_strings(request)
     automaton = await run_in_thread(partial(StopAutomaton, stop), size_chars=_STOP_CHARS * sum(map(len, stop)))
     lists = await run_in_thread(

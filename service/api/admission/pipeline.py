@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from copy import copy
 from dataclasses import dataclass, field
 
 from service.api.admission.answer_constraints import constraints_of
@@ -23,8 +24,8 @@ from service.api.admission.plans import PlannedSequence, plans_of
 from service.api.admission.pooled import pooled_plans
 from service.api.admission.prompts import tokenized
 from service.api.admission.rendering import raw_prompts, rendered
-from service.api.errors import BadRequest, quoted
-from service.api.queue_limits import QueuePlaces
+from service.api.errors import BadRequest, QueueFull, quoted
+from service.api.queue_limits import QueueLimits
 from service.api.schema.requests import ChatRequest, CompletionRequest, PooledRequest, PromptRequest
 from service.api.state import Services
 from service.engine.ipc.messages import Ready
@@ -33,6 +34,42 @@ from service.tenants.tenants import Caller
 
 # Inputs of an embedding request that run at a time; the others follow in the same places.
 MAX_POOLED_AT_A_TIME = 64
+
+
+class QueuePlaces:
+    """Places of one request's sequences, the tenant's and the queue's, held until they are given back.
+
+    LimitReached or QueueFull, with nothing taken, where the tenant or the client may not have all of them.
+    """
+
+    def __init__(self, queue: QueueLimits, tenant: Tenant, client: str, num_places: int) -> None:
+        tenant.enter(num_places)
+        try:
+            queue.enter(num_places, client)
+        except QueueFull:
+            tenant.leave(num_places)
+            raise
+        self._queue, self._tenant, self._client = queue, tenant, client
+        self.num_held = num_places
+
+    def split(self, num_places: int) -> QueuePlaces:
+        """Hand so many of the places to another request."""
+        self.num_held -= num_places
+        assert self.num_held >= 0, "more places were handed over than held"
+        part = copy(self)
+        part.num_held = num_places
+        return part
+
+    def shrink(self, most: int) -> None:
+        """Give back all places beyond `most`."""
+        num_given = max(0, self.num_held - most)
+        self.num_held -= num_given
+        self._queue.leave(num_given, self._client)
+        self._tenant.leave(num_given)
+
+    def release(self) -> None:
+        """Give back all places."""
+        self.shrink(0)
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The texts of a request's prompts: of a chat by its template, and how its answer is to be read."""
+"""A request's prompts as texts: a chat's messages through its template, and how its answer is to be read."""
 
 from __future__ import annotations
 

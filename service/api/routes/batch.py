@@ -13,14 +13,13 @@ from pydantic import Field, ValidationError, model_validator
 
 from service.api.access.auth import caller_of
 from service.api.admission.model_resolution import shared_name
-from service.api.admission.pipeline import Admitted, admit, most_places, num_places, reserve
+from service.api.admission.pipeline import Admitted, QueuePlaces, admit, most_places, num_places, reserve
 from service.api.admission.plans import num_logprobs, too_many_logprobs
 from service.api.entry.request_log import note, note_job
 from service.api.errors import HANDLED, BadRequest, BodyTooLarge, error_body
 from service.api.http.json_body import JsonRoute
 from service.api.http.sse import json_answer, until_disconnect
 from service.api.openapi import BATCH_ERRORS, GENERATION_ERRORS
-from service.api.queue_limits import QueuePlaces
 from service.api.routes.chat import ChatAnswer
 from service.api.routes.completions import CompletionAnswer
 from service.api.schema.base import FIRST, field_error

@@ -15,7 +15,7 @@ import pytest
 
 from kernels.sampling.parameters import ScoredToken
 from service.api.admission.model_resolution import Part, ResolvedModel
-from service.api.admission.pipeline import Admitted
+from service.api.admission.pipeline import Admitted, QueuePlaces
 from service.api.admission.plans import PlannedSequence
 from service.api.admission.prompts import Prompt
 from service.api.errors import BadRequest, EngineFailed, NotReady, QueueFull, status_of
@@ -23,7 +23,7 @@ from service.api.generation.job import GenerationJob
 from service.api.generation.sequence import OutputChunk
 from service.api.http.sse import encode_event
 from service.api.metrics.metrics import Metrics
-from service.api.queue_limits import QueuePlaces, logprob_shares
+from service.api.queue_limits import logprob_shares
 from service.api.routes.chat import ChatAnswer
 from service.api.routes.completions import CompletionAnswer
 from service.api.schema.requests import ChatRequest, CompletionRequest
