@@ -30,7 +30,7 @@ from adapters.files import name_versions as rules
 from adapters.files.disk import StoreFiles
 from adapters.files.durable_files import WriteFault, refuse_shortage, store_faults_are_ours
 from adapters.files.manifest import AdapterRecord, Manifest
-from adapters.files.name_versions import Change, Condition, NameRecord, Visibility
+from adapters.files.name_versions import Change, Condition, NameRecord
 from adapters.layout import BaseLayout
 from adapters.row_plan import RowPlan
 from adapters.store.catalog import Catalog, Pinned, Pins, refuse_excess, select
@@ -182,10 +182,10 @@ class AdapterStore:
         """
         return self._publishing.rollback(name, selector, change or Change(), condition)
 
-    def set_visibility(self, name: str, visibility: Visibility, shared_with: tuple[str, ...] = ()) -> None:
-        """Set the users of a name beside its owner. Raises NotFound."""
+    def change_settings(self, name: str, change: Change) -> None:
+        """Set the change's visibility and `on_new_version`, those that it has, of a name. Raises NotFound."""
         with self._changes.change():
-            self._publishing.show(name, Change(visibility=visibility, shared_with=shared_with))
+            self._publishing.show(name, change)
 
     def set_pinned(self, name: str, is_pinned: bool) -> None:
         """Pin or unpin a name; it stays so when the name moves to another version. Raises NotFound, and Conflict if

@@ -46,12 +46,15 @@ def upload(arguments: argparse.Namespace) -> int:
     path, headers = path_of("/v1/adapters", name), _conditions(arguments)
     said = {part: getattr(arguments, part) for part in ("note", "visibility", "shared_with")}
     data = {part: text for part, text in said.items() if text}
-    asked = "&".join(f"{one}=true" for one in ("probe", "without_tokenizer", "ephemeral") if getattr(arguments, one))
+    asked = [f"{one}=true" for one in ("probe", "without_tokenizer", "ephemeral") if getattr(arguments, one)]
+    if arguments.on_new_version is not None:
+        asked.append(f"on_new_version={arguments.on_new_version}")
+    path += "?" * bool(asked) + "&".join(asked)
     with ExitStack() as opened, _readable(arguments.path):
         parts = [(part, _sendable(file), opened.enter_context(file.open("rb"))) for part, file in files.items()]
         body = Multipart(data, parts)
         bar = opened.enter_context(_Bar(own_name, body.num_bytes))
-        answer = put(arguments.url, arguments.api_key, path + f"?{asked}" * bool(asked), body, headers, bar.advance)
+        answer = put(arguments.url, arguments.api_key, path, body, headers, bar.advance)
     print(answer_of(answer, lambda report: _bound(report, is_new=answer.status_code == 201)))
     if unsent := _unsent(arguments.path, files):
         print(f"  Not sent, since no server needs it: {', '.join(unsent)}.")

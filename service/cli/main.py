@@ -193,6 +193,8 @@ def _add_upload(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--without-tokenizer", action="store_true", help=text)
     text = "keep it in the server's memory alone, until that ends"
     parser.add_argument("--ephemeral", action="store_true", help=text)
+    text = "what requests that do not say do from now on when its name moves; default: as before"
+    parser.add_argument("--on-new-version", choices=("keep", "continue"), help=text)
     condition = parser.add_mutually_exclusive_group()
     condition.add_argument("--new", action="store_true", help="refuse if there is an adapter of this name")
     condition.add_argument("--if-version", metavar="VERSION", help="refuse if the adapter is at another version")

@@ -157,7 +157,7 @@ async def take_upload(
                     visibility=sent.visibility,
                     shared_with=sent.shared_with,
                     condition=condition,
-                    on_new_version=query.on_new_version,
+                    on_new_version=query.on_new_version or sent.on_new_version,
                 )
         finally:
             await in_upload_thread(upload.discard)

@@ -29,10 +29,11 @@ from service.api.adapter_routes.adapters import (
     take_upload,
 )
 from service.api.entry.request_log import note, notes_of
+from service.api.errors import BadRequest
 from service.api.openapi import DELETE_ERRORS, REPLACE_BODY, UPLOAD_ERRORS, errors
 from service.api.schema.answers import AdapterHistory, AdapterResponse, AdapterVersion
 from service.api.schema.base import each_once, no_query
-from service.api.schema.control import RollbackRequest, VisibilityRequest
+from service.api.schema.control import RollbackRequest, SettingsRequest
 from service.api.state import Services, services_of
 from service.api.uploads.multipart import UploadQuery, visible_to
 from service.fairness.thread_pool import in_turn
@@ -128,19 +129,23 @@ async def roll_back(request: Request, name: str, body: RollbackRequest) -> JSONR
     dependencies=[no_query],
     response_model=AdapterResponse,
     responses=DELETE_ERRORS,
-    summary="Say who may use an adapter",
+    summary="Say who may use an adapter, and what its requests do when it moves",
 )
-async def change_visibility(request: Request, name: str, body: VisibilityRequest) -> JSONResponse:
-    """Change which tenants beside the owner may use a name, with all its versions. Running requests go on."""
-    refuse_conditions(request, "who may use a name holds for all that it stands for")
+async def change_settings(request: Request, name: str, body: SettingsRequest) -> JSONResponse:
+    """Change which tenants beside the owner may use a name, with all its versions, and what requests that come from now
+    on do when it moves. Running requests go on."""
+    refuse_conditions(request, "the settings of a name hold for all that it stands for")
     store = require_store(services_of(request))
     caller_of(request).tenant.take_change()
     full_name = namespace_of(request, store).find_own(name)
     visibility, shared_with = visible_to(body.visibility, ",".join(body.shared_with))
-    assert visibility is not None, "a field that must be there"
-    await in_turn(store.set_visibility, full_name, visibility, shared_with)
+    if visibility is None and body.on_new_version is None:
+        raise BadRequest("Send `visibility`, `on_new_version` or both.")
+    change = Change(visibility=visibility, shared_with=shared_with, on_new_version=body.on_new_version)
+    await in_turn(store.change_settings, full_name, change)
     record = store.get(full_name)
-    audit_change(request, "visibility", record, shared_with=",".join(shared_with) or None)
+    told = {"shared_with": ",".join(shared_with) or None, "on_new_version": body.on_new_version}
+    audit_change(request, "visibility" if visibility is not None else "setting", record, **told)
     return _answer(request, record)
 
 

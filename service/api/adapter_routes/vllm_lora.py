@@ -168,7 +168,10 @@ def load_directory(
                 raise _unreadable(error) from error
             raise store_fault(error) or error from error  # the store's own directory fails: no fault of the client's
         condition = move if body.load_inplace else keep
-        return namespace.finish(upload, full_name, root=body.lora_path, condition=condition)[0]
+        finished = namespace.finish(
+            upload, full_name, root=body.lora_path, condition=condition, on_new_version=body.on_new_version
+        )
+        return finished[0]
 
 
 def _is_about(error: OSError, path: Path) -> bool:

@@ -7,9 +7,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from adapters.files.name_versions import OnNewVersion
 from service.api.schema.answers import Response
 from service.api.schema.base import FIRST, Request
 from service.api.schema.unserved_fields import LOAD_TENSORS_FIELDS
+
+# A field of whatever loads an adapter or changes its settings.
+NameSetting = Annotated[
+    OnNewVersion | None,
+    Field(
+        description="what requests without `on_new_version` do from now on when the name moves; default: the name's "
+        "setting stays, and one that has none takes --on-new-version"
+    ),
+]
 
 
 class PauseQuery(BaseModel):
@@ -172,6 +182,7 @@ class LoadLoraRequest(Request):
     lora_name: str = Field(min_length=1)
     lora_path: str = Field(min_length=1, description="directory below the one the operator allowed")
     load_inplace: bool = Field(False, description="replace an adapter of this name")
+    on_new_version: NameSetting = None
     is_3d_lora_weight: Literal[False] | None = Field(None, description="3-D expert weights are not supported")
 
 
@@ -199,6 +210,7 @@ class LoadTensorsRequest(Request):
         description="PEFT's adapter_model.safetensors in base64: `base64.b64encode(safetensors.torch.save(tensors))`"
     )
     load_format: Literal["safetensors"] | None = None
+    on_new_version: NameSetting = None
 
 
 class SglangUnloadRequest(Request):
@@ -208,11 +220,12 @@ class SglangUnloadRequest(Request):
     lora_id: str | None = Field(None, description="accepted and ignored")
 
 
-class VisibilityRequest(Request):
-    """Body of PATCH /v1/adapters/{name}."""
+class SettingsRequest(Request):
+    """Body of PATCH /v1/adapters/{name}: one setting at least."""
 
-    visibility: Literal["private", "shared", "public"]
+    visibility: Literal["private", "shared", "public"] | None = Field(None, description="default: as it is")
     shared_with: list[str] = Field([], max_length=256, description="with `shared`: the tenants who may use it")
+    on_new_version: NameSetting = None
 
 
 class RollbackRequest(Request):

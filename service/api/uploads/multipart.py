@@ -21,6 +21,7 @@ from adapters.files.name_versions import OnNewVersion, Visibility
 from adapters.quota import NUM_SMALL
 from adapters.store.store import Upload, UploadPart
 from service.api.errors import BadRequest
+from service.api.schema.control import NameSetting
 from service.tenants.keys_file import TENANT
 
 VISIBILITIES: tuple[str, ...] = get_args(Visibility)
@@ -37,13 +38,14 @@ _threads = ThreadPoolExecutor(max_workers=MAX_THREADS, thread_name_prefix="uploa
 
 
 class Sent(NamedTuple):
-    """The text parts of an upload: the adapter's name, None if it is not there, a note on this version, and who may use
-    the name, None if that is not said."""
+    """The words of an upload's body beside its files: the adapter's name, None if it is not there, a note on this
+    version, who may use the name, None if that is not said, and what its requests do when it moves, None likewise."""
 
     name: str | None
     note: str
     visibility: Visibility | None
     shared_with: tuple[str, ...]
+    on_new_version: OnNewVersion | None = None
 
     def name_for(self, addressed: str | None) -> str:
         """The name, where the request's address names one (`addressed`) or its body has to. BadRequest if neither does,
@@ -224,8 +226,4 @@ class UploadQuery(BaseModel, extra="forbid"):
         False,
         description="leave out tokenizer.json, tokenizer_config.json, added_tokens.json and special_tokens_map.json",
     )
-    on_new_version: OnNewVersion | None = Field(
-        None,
-        description="what requests without `on_new_version` do from now on when the name moves; default: the name's "
-        "setting stays, and one that has none takes --on-new-version",
-    )
+    on_new_version: NameSetting = None

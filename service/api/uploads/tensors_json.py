@@ -74,7 +74,7 @@ class TensorsJson:
             raise BadRequest(f"{_NOT_BASE64}.", param="serialized_tensors")
         self._check_name(body.lora_name)
         self._take_config(body.config_dict)
-        return Sent(body.lora_name, "", None, ())
+        return Sent(body.lora_name, "", None, (), body.on_new_version)
 
     def close(self) -> None:
         """Close the file that is open, if any."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from adapters.files.name_versions import Change
 from adapters.store.name_index import Query, Row, Viewer
 from adapters.store.store import AdapterStore, StoreLimits
 from tests.support.adapter_files import put_version, small_layout, upload_small
@@ -48,7 +49,7 @@ def test_a_row_says_what_the_name_stands_for(store: AdapterStore) -> None:
     )
     assert (row.rank, row.num_bytes, row.rows) == (manifest.rank, manifest.num_bytes, manifest.rows)
     assert (row.owner, row.visibility, row.has_chat_template) == ("", "public", False)
-    store.set_visibility("x", "private")
+    store.change_settings("x", Change(visibility="private"))
     assert everything(store)[0].visibility == "private"
     store.rollback("x")
     assert everything(store)[0].rank == 3
@@ -83,7 +84,8 @@ def test_a_viewer_sees_what_it_may_under_the_names_that_it_gives(store: AdapterS
         prefix = f"{owner}/" if owner else ""
         for name, visibility in (("own", "private"), ("all", "public"), ("some", "shared")):
             put_version(store, LAYOUT, f"{prefix}{name}", at, owner=owner)
-            store.set_visibility(f"{prefix}{name}", visibility, ("acme",) if visibility == "shared" else ())
+            shared_with = ("acme",) if visibility == "shared" else ()
+            store.change_settings(f"{prefix}{name}", Change(visibility=visibility, shared_with=shared_with))
 
     def seen(viewer: Viewer, **query: object) -> list[str]:
         return names(store, viewer=viewer, **query)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from adapters.errors import Conflict, NotFound
+from adapters.files.name_versions import Change
 from adapters.row_plan import RowPlan, plan_rows, row_bytes
 from adapters.store.catalog import Pinned, refuse_excess
 from adapters.store.name_index import Query
@@ -49,7 +50,7 @@ def test_a_pin_follows_the_name_survives_a_restart_and_goes_with_the_name(tmp_pa
     assert (store.pins().digests, listed(store)) == ((first.digest,), ["x"])
     second, _ = put_version(store, LAYOUT, "x", 3)
     assert store.pins().digests == (second.digest,)
-    store.set_visibility("x", "private")
+    store.change_settings("x", Change(visibility="private"))
     store.rollback("x")
     assert store.pins().digests == (first.digest,)
     store.check_integrity()

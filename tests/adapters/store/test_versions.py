@@ -200,7 +200,7 @@ def test_versions_outlast_a_restart_and_a_name_takes_them_along_when_it_is_delet
     put_version(store, LAYOUT, "mine", 1, by="ann", note="ä")
     put_version(store, LAYOUT, "mine", 2)
     put_version(store, LAYOUT, "acme/mine", 3, owner="acme", visibility="private")
-    store.set_visibility("acme/mine", "shared")
+    store.change_settings("acme/mine", Change(visibility="shared"))
     names = store.names()
     store.close()
     store = opened(tmp_path)

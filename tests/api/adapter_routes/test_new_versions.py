@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import itertools
 import json
 import threading
@@ -133,6 +134,54 @@ def test_a_name_has_a_setting_between_the_server_s_and_the_request_s(
     assert answer.headers["x-multilora-adapter"].endswith(named[2])
     wrong = server.http.put(f"{server.url}/v1/adapters/{NAME}?on_new_version=restart", files=parts_of(contents[0]))
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "on_new_version")
+
+
+@pytest.fixture(scope="module")
+def loading(
+    checkpoints: Checkpoints, contents: list[Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """A server that loads the contents by their paths."""
+    settings = {"model_name": BASE, "lora_path_root": contents[0].parent}
+    with running_server(checkpoints.base, tmp_path_factory.mktemp("loading"), **settings) as running:
+        yield running
+
+
+def load(server: Server, way: str, directory: Path, setting: str | None) -> Any:
+    """The answer to a load or a change of settings, whose body says what requests of the name do when it moves."""
+    if way == "PATCH":
+        return server.http.patch(f"{server.url}/v1/adapters/{NAME}", json={"on_new_version": setting})
+    body: dict[str, Any] = {"lora_name": NAME, "on_new_version": setting}
+    if way == "/load_lora_adapter_from_tensors":
+        tensors = (directory / "adapter_model.safetensors").read_bytes()
+        body["config_dict"] = json.loads((directory / "adapter_config.json").read_text())
+        body["serialized_tensors"] = base64.b64encode(tensors).decode()
+    else:
+        body |= {"lora_path": str(directory), "load_inplace": True}
+    return server.post(way, json=body)
+
+
+@pytest.mark.parametrize(
+    "way", ["/v1/load_lora_adapter", "/load_lora_adapter", "/load_lora_adapter_from_tensors", "PATCH"]
+)
+def test_each_way_to_load_sets_what_requests_do_when_the_name_moves(
+    loading: Server, contents: list[Path], clients: ThreadPoolExecutor, way: str
+) -> None:
+    query, url = "?ephemeral=true" * way.endswith("tensors"), f"/v1/adapters/{NAME}"
+    for setting, answering in (("continue", 1), ("keep", 0)):
+        digests = [put(loading, contents[0], query)["digest"]]
+        assert load(loading, way, contents[0], setting).status_code == 200
+        assert loading.get(url).json()["on_new_version"] == setting
+        with paused(loading):
+            (asked,) = queued(loading, clients, {"max_tokens": 3})
+            digests.append(put(loading, contents[1], query)["digest"])
+        assert asked.result().headers["x-multilora-adapter"].endswith(digests[answering])
+    wrong = load(loading, way, contents[0], "restart")
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "on_new_version")
+    assert "'keep' or 'continue'" in wrong.json()["error"]["message"]
+    unsaid = load(loading, way, contents[0], None)
+    assert (unsaid.status_code, "`on_new_version`" in unsaid.text) == ((400, True) if way == "PATCH" else (200, False))
+    assert loading.get(url).json()["on_new_version"] == "keep"
+    assert loading.http.delete(loading.url + url).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -245,6 +245,12 @@ def test_the_commands_of_an_operator(
     assert f"{name}@1 is there" in said("upload", str(contents[0]), f"--name={name}", "--note=first")
     assert f"{name}@2 is there" in said("upload", str(contents[1]), f"--name={name}")
     assert f"{name}@2 was there already" in said("upload", str(contents[1]), f"--name={name}")
+    said("upload", str(contents[1]), f"--name={name}", "--without-tokenizer", "--on-new-version=continue")
+    assert server.get(f"/v1/adapters/{name}").json()["on_new_version"] == "continue"
+    with pytest.raises(SystemExit, match="2"):
+        main(["upload", str(contents[1]), f"--name={name}", "--on-new-version=restart", at])
+    refusal = capsys.readouterr().err
+    assert [word in refusal for word in ("restart", "keep", "continue")] == [True] * 3
     assert main(["upload", str(contents[2]), f"--name={name}", "--ephemeral", at]) == 1
     assert "on the disk" in capsys.readouterr().err
     assert main(["upload", str(contents[2]), f"--name={name}", "--new", at]) == 1
