@@ -279,7 +279,7 @@ def plan_shrink(x: torch.Tensor, h: torch.Tensor, stack: LoraStack, maps: LoraMa
         "num_places": stack.ranks.shape[1],
         "num_slices": num_slices,
         "num_parts": RANK_PARTS,
-        "T": regime.tiles.tokens,
+        "T": regime.tiles.shrink_tokens,
         "R": RANK_BLOCK,
         "K": regime.block(split_size, x.shape[1]),
     }
@@ -310,7 +310,7 @@ def plan_expand(
         "max_segments": maps.places.shape[0],
         "num_places": stack.ranks.shape[1],
         "num_chunks": chunks.shape[0],
-        "T": regime.tiles.tokens,
+        "T": regime.tiles.expand_tokens,
         "R": RANK_BLOCK,
         "N": block,
         "OVERWRITE": overwrite,

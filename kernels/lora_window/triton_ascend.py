@@ -7,7 +7,6 @@ from which tiles, tables and the way to launch again are taken. The gate under t
 from __future__ import annotations
 
 import importlib
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -110,25 +109,26 @@ def _map_arguments(stack: LoraStack, maps: LoraMaps, product: torch.Tensor) -> d
 def _tile_arguments(regime: Regime, num_slices: int) -> dict[str, int]:
     # The power of two that holds a block of ranks of all slices.
     columns = RANK_BLOCK << (num_slices - 1).bit_length()
-    return {"T": regime.tiles.tokens, "R": RANK_BLOCK, "G": GROUP_TOKENS, "F": columns}
+    return {"T": regime.tiles.expand_tokens, "R": RANK_BLOCK, "G": GROUP_TOKENS, "F": columns}
 
 
 def regime_of(device: str) -> Regime:
-    """Tiles for few tokens, whatever their number: larger steps have no window. The tokens of a tile take no memory
-    here, and in one tile of all of them no row is read twice."""
-    regime = choose(1, 0, *lora.chip_sizes(device))
-    return replace(regime, tiles=replace(regime.tiles, tokens=FEW_TOKENS))
+    """Tiles for few tokens, whatever their number: larger steps have no window."""
+    return choose(1, 0, *lora.chip_sizes(device))
 
 
-def warm_up(stack: LoraStack, _max_tokens: int, dtype: torch.dtype, max_segments: int, *, is_gated: bool) -> None:
-    """See `ops.warm_up`, of one stack; and make the table that is kept with it. Up to `FEW_TOKENS` tokens, the largest
-    step with a window, blocks and chunks of columns are the same."""
+def warm_up(stack: LoraStack, max_tokens: int, dtype: torch.dtype, max_segments: int, *, is_gated: bool) -> None:
+    """See `ops.warm_up`, of one stack; and make the tables that are kept with it: one step for each number of tiles,
+    from which blocks and chunks of columns follow, up to `FEW_TOKENS` tokens, the largest step with a window."""
     width = stack.output_width + RANK_BLOCK * len(stack.b)
-    product, maps = torch.zeros(1, width, dtype=dtype, device=stack.ranks.device), idle_maps(1, max_segments, stack)
-    if is_gated:
-        swiglu_window(product, stack, maps, out=product.new_empty(1, stack.b[0].shape[1]))
-    else:
-        lora_expand_window(product, stack, maps)
+    tile = regime_of(str(stack.ranks.device)).tiles.expand_tokens
+    for num_tokens in range(1, min(max_tokens, FEW_TOKENS) + 1, tile):
+        product = torch.zeros(num_tokens, width, dtype=dtype, device=stack.ranks.device)
+        maps = idle_maps(num_tokens, max_segments, stack)
+        if is_gated:
+            swiglu_window(product, stack, maps, out=product.new_empty(num_tokens, stack.b[0].shape[1]))
+        else:
+            lora_expand_window(product, stack, maps)
 
 
 def compiled_count() -> int:

@@ -1,4 +1,4 @@
-"""The gate: every registered kernel, in every configuration, against the four rules (see README.md here)."""
+"""The gate: every registered kernel, in every configuration, against the five rules (see README.md here)."""
 
 from __future__ import annotations
 
@@ -56,3 +56,4 @@ def test_final_code_moves_little_and_is_right(case: Case, name: str) -> None:
     checks.check_values(launch)
     checks.check_scalars(launch, counts)
     checks.check_traffic(launch, counts)
+    checks.check_time(launch, counts)

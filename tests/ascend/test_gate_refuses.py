@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -11,8 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernels.lora.ascend.tiles import TABLES, Regime
 from tests.ascend.cases import bad_kernels
 from tests.ascend.cases.lora_cases import CASES as LORA_CASES
+from tests.ascend.cases.lora_cases import FOUR, NUM_VECTOR_CORES, shrink
 from tests.ascend.gate import checks, compiler, linalg_cpu, simulator
 from tests.ascend.gate.cases import REQUIRED_TARGETS, Case
 from tests.ascend.gate.compiler import replace_device
@@ -70,6 +73,18 @@ def test_losing_any_kind_of_library_call_is_noticed(callee: str) -> None:
     checks.run_simulated(case, launch, replace_device(compiled, lost))
     with pytest.raises(AssertionError):
         checks.check_values(launch)
+
+
+def test_a_slower_tile_is_refused() -> None:
+    """The table's tile was chosen by estimated time: another, which moves as little, does not stay within the bound."""
+    case = LORA_CASES[0]
+    bound = case.launches["4 adapters"]().max_us
+    tiles = dataclasses.replace(TABLES[0].few, shrink_tokens=32)
+    launch = shrink(FOUR, Regime("few", tiles, NUM_VECTOR_CORES), max_us=bound)
+    counts = checks.run_simulated(case, launch, checks.compile_launch(case, launch, TARGET))
+    checks.check_values(launch)
+    with pytest.raises(checks.GateError, match=f"us by estimate; {bound} are allowed"):
+        checks.check_time(launch, counts)
 
 
 def test_memory_starts_poisoned() -> None:

@@ -176,6 +176,8 @@ BAD = [
     _bad("nine_maps", copy_rows, lambda: _copy(num_maps=9), {_FINAL: "9 scalar loads for one work item"}),
     _bad("twice", copy_rows, lambda: _copy(repeats=2), {_FINAL: "2.00 x the minimum"}),
     _bad("transfers", copy_rows, lambda: replace(_copy(), max_transfers=15), {_FINAL: "16 transfers; 15 are allowed"}),
+    # Two cores, each with four rows of 1 KB (`test_timing.py`).
+    _bad("slow", copy_rows, lambda: replace(_copy(), max_us=0.5), {_FINAL: "0.6 us by estimate; 0.5 are allowed"}),
     _bad("row_too_far", copy_rows, lambda: _copy(extra=1), {_LOWERED: "h_ptr", _FINAL: "h_ptr"}),
     _bad("out_of_bounds", copy_rows, lambda: shorter(_copy()), {_LOWERED: "h_ptr", _FINAL: "out of bounds"}),
     # Programs one after another, as they run here, get the values right: in any order, and in one order.

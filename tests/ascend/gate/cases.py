@@ -31,6 +31,7 @@ class Launch:
     max_load_traffic    how many times that may be read
     max_transfers    how many transfers, long and short ones; None where they are not judged
     max_scalar_loads    of one core, over all its work items; None where these are not judged by their sum
+    max_us           estimated microseconds that it may take (`timing`); None where time is not judged
     tolerance      absolute and relative
     exact          outputs that must hold these very bits
     """
@@ -46,6 +47,7 @@ class Launch:
     max_load_traffic: float = MAX_TRAFFIC
     max_transfers: int | None = None
     max_scalar_loads: int | None = None
+    max_us: float | None = None
     tolerance: tuple[float, float] = (1e-5, 1e-5)
     exact: frozenset[str] = frozenset()
 

@@ -1,4 +1,4 @@
-"""The four rules of the gate. Each function raises `GateError` with what is wrong and the numbers."""
+"""The five rules of the gate. Each function raises `GateError` with what is wrong and the numbers."""
 
 from __future__ import annotations
 
@@ -83,6 +83,13 @@ def check_traffic(launch: Launch, counts: simulator.Counts) -> None:
     transfers = counts.total("short_transfers") + counts.total("long_transfers")
     if launch.max_transfers is not None and transfers > launch.max_transfers:
         raise GateError(f"{transfers} transfers; {launch.max_transfers} are allowed")
+
+
+def check_time(launch: Launch, counts: simulator.Counts) -> None:
+    """Rule 5: estimated time, by which tiles are chosen."""
+    taken = counts.estimate_us()
+    if launch.max_us is not None and taken > launch.max_us:
+        raise GateError(f"{taken:.1f} us by estimate; {launch.max_us} are allowed")
 
 
 def check_values(launch: Launch) -> None:

@@ -154,10 +154,11 @@ def test_every_projection_occupies_the_cores(num_tokens: int, num_cores: int, fe
     for in_features, widths in PROJECTIONS_8B:
         regime = tiles.choose(num_tokens, in_features, 40, UNIFIED_BUFFER_BYTES)
         assert regime.num_cores == num_cores
-        num_tiles = -(-num_tokens // regime.tiles.tokens)
+        num_tiles = -(-num_tokens // regime.tiles.shrink_tokens)
         items_of_part = num_tiles * len(widths) * regime.num_splits(in_features, num_tokens, len(widths))
         assert items_of_part >= fewest, "shrink of the ranks that every adapter has"
         _block, chunk = regime.columns(sum(widths), num_tokens)
+        num_tiles = -(-num_tokens // regime.tiles.expand_tokens)
         assert num_tiles * sum(-(-width // chunk) for width in widths) >= fewest, "expand"
 
 

@@ -93,7 +93,7 @@ def test_nothing_is_compiled_after_warm_up(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(lora.LoraLaunch, "run", variant)
     stacks = [
         make_step(Case(64, widths, ((16,),) * len(widths), (1,), interleaved=True)).stack
-        for widths in ((4096, 1024, 1024), (2048,), (96, 96))
+        for widths in ((4096, 1024, 1024), (4096,), (96, 96))
     ]
     ops.warm_up(stacks, 700, torch.float32, gated=stacks[2:])
     warm, tables = set(asked), [set(stack.kept) for stack in stacks]
@@ -105,4 +105,4 @@ def test_nothing_is_compiled_after_warm_up(monkeypatch: pytest.MonkeyPatch) -> N
             if stack is stacks[2]:
                 ops.swiglu_window(product, stack, maps)
     assert asked == warm and [set(stack.kept) for stack in stacks] == tables
-    assert len(warm) == 4
+    assert len(warm) == 5, "one projection has another block of columns in steps of two tiles"
