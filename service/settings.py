@@ -188,6 +188,11 @@ class Settings(BaseSettings):
         description="size of the states that the prefix cache keeps of models with convolutions or delta nets, "
         "allocated once; 0: such models compute every prompt; default: a sixth of kv-bytes, on an NPU 0",
     )
+    prefix_host_bytes: Size = Field(
+        ByteSize(0),
+        description="size of the host memory for keys, values and states that leave the device, from where prompts "
+        "find them again; allocated once, and pinned beside a GPU; 0: none",
+    )
     adapter_row_bytes: Size | None = Field(
         None,
         description="size of adapter rows on the device, allocated once; 0 turns LoRA off; default: up to a quarter "

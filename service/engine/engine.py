@@ -115,6 +115,7 @@ class Engine:
             is_on=has_prefix_cache(config) and (not capacity.has_conv or self.lines.most_kept > 0),
             is_shared=config.prefix_cache_scope == "server",
             rope_class=capacity.rope_class,
+            copies=runner.host_copies,
         )
         self.scheduler = Scheduler(
             self.blocks,
@@ -259,7 +260,7 @@ class Engine:
         """The state now, with what is new since the last call: steps, and where adapters are."""
         residency, host, records = self.adapter_loads.residency, self.host, self.records
         usage = self.rows.usage() if self.rows is not None else _NO_ROWS
-        has_states = self.capacity.has_conv
+        has_states, host_tier = self.capacity.has_conv, self.cache.host
         return Stats(
             is_paused=self.scheduler.paused is not None,
             num_waiting=self.scheduler.num_waiting + len(self.constrained.waiting),
@@ -287,6 +288,9 @@ class Engine:
             num_adapter_evictions=usage.num_evictions,
             prefix_cache_queried_tokens=self.cache.counts.queried_tokens,
             prefix_cache_hit_tokens=self.cache.counts.hit_tokens,
+            prefix_cache_host_hit_tokens=self.cache.counts.host_hit_tokens,
+            prefix_cache_host_bytes_used=0 if host_tier is None else host_tier.used_bytes,
+            prefix_cache_host_bytes_total=0 if host_tier is None else host_tier.total_bytes,
             prefix_cache_resumed_tokens=self.cache.counts.resumed_tokens,
             prefix_cache_idle_blocks=self.cache.trie.num_idle,
             prefix_cache_stateless_tokens=self.cache.counts.stateless_tokens,

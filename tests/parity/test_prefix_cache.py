@@ -15,7 +15,7 @@ from service.engine.engine import Engine
 from service.engine.ipc.messages import Tokens
 from service.engine.model.runner import ModelRunner
 from service.models.families import model_spec
-from service.models.layers.caches import KvCache, state_bytes_per_line
+from service.models.layers.caches import HostRowCopies, KvCache, allocate_caches, state_bytes_per_line
 from service.models.spec.config_json import read_config
 from tests.support.engine.engine_parity import (
     BASE,
@@ -28,9 +28,11 @@ from tests.support.engine.engine_parity import (
     make_world,
     run_engine,
 )
+from tests.support.engine.fake_stream import FakeStream, Noted
 from tests.support.models.tiny_models import ATTENTION_INPUTS, FAMILIES, LINEAR_MODULES, VOCAB_SIZE, WITH_EXPERTS
 
 INVOCATION = (9, 8, 7)
+HOST_FAMILIES = ["llama", "lfm2", "qwen3_5_text"]
 
 
 @pytest.fixture(scope="module", params=(*FAMILIES, *WITH_EXPERTS))
@@ -155,3 +157,89 @@ def test_the_state_before_the_last_token_of_equal_prompts_has_the_bits_of_a_cut_
     for name in (True, "afterwards"):
         assert all(torch.equal(one, other) for one, other in zip(kept[name], kept[False], strict=True))
     assert all(some == tokens[False]["r0"] for some in tokens[True].values()), "the tokens differ"
+
+
+# ---- the host tier
+
+
+def poison_free_blocks(engine: Engine) -> None:
+    """Before each step, blocks that neither a sequence nor the cache has are NaN."""
+    assert isinstance(engine.runner, ModelRunner)
+    whole_run, caches = engine.runner.run, [one for one in engine.runner.caches.each if isinstance(one, KvCache)]
+
+    def run(*args: Any) -> torch.Tensor:
+        known = {node.block for node in engine.cache.trie.nodes}
+        unheld = [block for block in range(1, engine.blocks.num_blocks) if not engine.blocks.num_holders(block)]
+        free = [block for block in unheld if block not in known]
+        for cache in caches:
+            cache.k[free] = cache.v[free] = float("nan")
+        return whole_run(*args)
+
+    engine.runner.run = run  # type: ignore[method-assign]
+
+
+def sizes_of(world: World, **more: Any) -> dict[str, Any]:
+    """Of an engine that holds about two of the requests, and of states as many as they write in turn."""
+    state_bytes = state_bytes_per_line(model_spec(read_config(world.model_dir)), world.dtype)
+    sizes = {"num_blocks": 30, "token_budget": 24, "max_sequences": 6, "side_bytes": 2**20}
+    return sizes | {"state_cache_bytes": 4 * state_bytes} | more
+
+
+@pytest.fixture(scope="module", params=HOST_FAMILIES)
+def host_world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, device: str) -> World:
+    return world_of(request.param, tmp_path_factory.mktemp(request.param), device)
+
+
+def test_tokens_found_through_host_memory_are_those_computed_from_nothing(host_world: World) -> None:
+    requests = requests_of(host_world, 32)
+    tokens = {}
+    for host_bytes in (0, 64 * 2**20):
+        has_cache = host_bytes > 0
+        sizes = sizes_of(host_world, prefix_cache=has_cache, prefix_host_bytes=host_bytes, overlap=True)
+        engine = build_engine(config_of(host_world, **sizes))
+        poison_free_lines(engine)
+        poison_free_blocks(engine)
+        answers = run_engine(engine, [request.submit(host_world) for request in requests], joins_per_step=2)
+        tokens[has_cache] = {name: answer.tokens for name, answer in answers.items()}
+        stats = engine.stats()
+        assert stats.num_preemptions
+        assert (stats.prefix_cache_host_hit_tokens > 0) == has_cache
+        assert stats.prefix_cache_host_bytes_used <= stats.prefix_cache_host_bytes_total <= host_bytes
+        engine.close()
+    assert tokens[True] == tokens[False]
+    oracle = Oracle(host_world)
+    for request in requests:
+        if request.adapter != "activated":
+            assert_greedy(oracle, request, tokens[True][request.name])
+
+
+@pytest.mark.parametrize("family", HOST_FAMILIES)
+def test_blocks_and_lines_come_back_with_their_bits(family: str, tmp_path: Path, device: str) -> None:
+    """To other places, through buffers smaller than what is copied, and in the order of the steps."""
+    spec = model_spec(read_config(world_of(family, tmp_path, device).model_dir))
+    caches = allocate_caches(spec, 120, 4, 12, torch.float32, torch.device("cpu"))
+    tensors = [(type(one) is KvCache, getattr(one, name)) for one in caches.each for name in one.__slots__]
+    for _, tensor in tensors:
+        tensor.copy_(torch.randn(tensor.shape))
+    stream = FakeStream()
+    copies = HostRowCopies(caches, 2 * caches.num_bytes, stream)
+    assert copies.num_rows[0] >= 80 and (copies.num_rows[1] >= 4 or not spec.has_states)
+    before = [tensor.clone() for _, tensor in tensors]
+    blocks = [(block, 79 - i) for i, block in enumerate(range(1, 80, 2))]
+    lines = [(1, 3), (2, 0)] if spec.has_states else []
+    with Noted(stream):
+        copies.save(blocks, lines)
+    assert stream.events[0] == "copies wait for steps" and stream.events[-1] == "mark"
+    assert not any(event.startswith("steps:") for event in stream.events)
+    for _, tensor in tensors:
+        tensor.fill_(float("nan"))
+    moved = [(block + 40, row) for block, row in blocks]
+    with Noted(stream):
+        mark = copies.load(moved, [(line + 5, row) for line, row in lines])
+    copies.publish(mark)
+    assert stream.events[-2:] == ["mark", "steps wait for mark 1"]
+    for (is_paged, tensor), old in zip(tensors, before, strict=True):
+        shift, places = (40, [block for block, _ in blocks]) if is_paged else (5, [line for line, _ in lines])
+        assert torch.equal(tensor[[place + shift for place in places]], old[places])
+        others = [place for place in range(len(tensor)) if place - shift not in places]
+        assert tensor[others].isnan().all()

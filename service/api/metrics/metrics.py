@@ -50,6 +50,8 @@ _STATS_GAUGES = (
     ("kv_blocks_total", "kv_blocks_total", "KV blocks there are."),
     ("prefix_cache_idle_blocks", "prefix_cache_idle_blocks", "Free KV blocks that prompts can begin with."),
     ("prefix_cache_states", "prefix_cache_states", "States that prompts can begin with."),
+    ("prefix_cache_host_bytes_used", "prefix_cache_host_bytes_used", "Bytes of the prefix cache in host memory."),
+    ("prefix_cache_host_bytes_total", "prefix_cache_host_bytes_total", "Bytes of host memory for the prefix cache."),
     ("state_lines_used", "state_lines_used", "Conv-state lines in use."),
     ("state_lines_total", "state_lines_total", "Conv-state lines there are."),
     ("adapter_rows_used", "rows_used", "Adapter rows in use on the device."),
@@ -63,6 +65,7 @@ _STATS_COUNTERS = (
     ("preemptions", "num_preemptions", "Sequences preempted because KV blocks or state lines ran out."),
     ("prefix_cache_queries", "prefix_cache_queried_tokens", "Prompt tokens that were looked up in the prefix cache."),
     ("prefix_cache_hits", "prefix_cache_hit_tokens", "Prompt tokens that the prefix cache had."),
+    ("prefix_cache_host_hits", "prefix_cache_host_hit_tokens", "Those of them that came from host memory."),
     (
         "prefix_cache_resumed_tokens",
         "prefix_cache_resumed_tokens",

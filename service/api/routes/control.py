@@ -17,6 +17,7 @@ from service.api.schema.control import (
     AbortRequestRequest,
     AbortRequestsRequest,
     AbortResponse,
+    CacheConfig,
     GenerationStateResponse,
     IsPausedResponse,
     IsSleepingResponse,
@@ -172,7 +173,14 @@ def _server_config(services: Services, *, shows_paths: bool) -> ServerConfig:
         dtype=f"torch.{ready.dtype}",
         max_model_len=ready.max_model_len_tokens,
     )
-    return ServerConfig(model_config=model, parallel_config=ParallelConfig(), lora_config=lora)
+    stats = services.engine.stats
+    cache = CacheConfig(
+        enable_prefix_caching=ready.keeps_prefixes,
+        prefix_host_bytes=0 if stats is None else stats.prefix_cache_host_bytes_total,
+        prefix_host_bytes_used=0 if stats is None else stats.prefix_cache_host_bytes_used,
+        prefix_host_hit_tokens=0 if stats is None else stats.prefix_cache_host_hit_tokens,
+    )
+    return ServerConfig(model_config=model, parallel_config=ParallelConfig(), cache_config=cache, lora_config=lora)
 
 
 async def _pause(request: Request, mode: PauseMode) -> None:

@@ -146,12 +146,23 @@ class LoraConfig(Response):
     max_loras: int
 
 
+class CacheConfig(Response):
+    """vLLM's name for it, and the prefix cache's part of host memory: its size, what is used of it, and the prompt
+    tokens that came from there, of all engines together."""
+
+    enable_prefix_caching: bool
+    prefix_host_bytes: int
+    prefix_host_bytes_used: int
+    prefix_host_hit_tokens: int
+
+
 class ServerConfig(Response):
     """Those parts of vLLM's configuration that its clients read; lora_config is null where LoRA is off, and
     weight_transfer_config always, since weights of the base never change."""
 
     model_config_: ModelConfig = Field(alias="model_config")
     parallel_config: ParallelConfig
+    cache_config: CacheConfig
     lora_config: LoraConfig | None
     weight_transfer_config: None = None
 

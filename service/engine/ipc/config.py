@@ -30,6 +30,8 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     state_bytes                 lines of state, allocated once; None: one line for each of max_sequences
     state_cache_bytes           further lines, whose states the prefix cache keeps, allocated once; None: a
                                 sixth of kv_bytes, and of the memory that is for both; on an NPU 0
+    prefix_host_bytes           host memory for blocks and states that leave the device, allocated once, pinned beside a
+                                GPU; 0: none
     row_bytes                   LoRA rows on the device, allocated once; 0: LoRA is off
     side_bytes                  what adapters have on the device beside rows, allocated once: magnitudes, biases, norms,
                                 embeddings and heads of their own; 0: those that have such are refused
@@ -64,6 +66,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes: int | None = None
     state_bytes: int | None = None
     state_cache_bytes: int | None = None
+    prefix_host_bytes: int = 0
     row_bytes: int | None = None
     side_bytes: int | None = None
     host_tier_bytes: int = 1024 * MIB
@@ -93,8 +96,9 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}.")
-        if min(self.row_bytes or 0, self.side_bytes or 0, self.host_tier_bytes, self.state_cache_bytes or 0) < 0:
-            raise ValueError("row_bytes, side_bytes, host_tier_bytes and state_cache_bytes must not be negative.")
+        for name in ("row_bytes", "side_bytes", "host_tier_bytes", "state_cache_bytes", "prefix_host_bytes"):
+            if (getattr(self, name) or 0) < 0:
+                raise ValueError(f"{name} must not be negative.")
         # Each running sequence can then always get its decode token, and one of them a prefill token.
         if self.token_budget and self.max_sequences and self.token_budget < self.max_sequences:
             raise ValueError(

@@ -264,6 +264,9 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
     # requests went on; its idle blocks, which count as free, blocks that it has lost to others, and states likewise.
     prefix_cache_queried_tokens: int = 0
     prefix_cache_hit_tokens: int = 0
+    prefix_cache_host_hit_tokens: int = 0  # of these, from host memory
+    prefix_cache_host_bytes_used: int = 0
+    prefix_cache_host_bytes_total: int = 0
     prefix_cache_resumed_tokens: int = 0
     prefix_cache_idle_blocks: int = 0
     prefix_cache_evicted_blocks: int = 0

@@ -76,11 +76,19 @@ class ReadEnd:
 
 
 @dataclass(slots=True)
-class _Copying:
+class Copying:
+    """A copy to the device that is under way."""
+
     mark: CopyEvent
-    began_seconds: float
-    num_bytes: int
+    began_seconds: float = 0.0
+    num_bytes: int = 0
     num_steps: int = 0
+
+    def has_ended(self, *, is_idle: bool) -> bool:
+        """Whether it can be published, asked once a step: where nothing else could run, or it takes long, the device
+        waits for it."""
+        self.num_steps += 1
+        return is_idle or self.num_steps >= _MAX_STEPS_COPYING or self.mark.is_completed()
 
 
 class Residency:
@@ -104,7 +112,7 @@ class Residency:
         self._states: dict[str, AdapterState] = {}  # without those that are ABSENT
         self._num_in: Counter[AdapterState] = Counter()
         self._held: dict[str, Any] = {}  # adapters of HOST held for users, and of COPYING
-        self._copying: dict[str, _Copying] = {}
+        self._copying: dict[str, Copying] = {}
         self._heads: dict[str, ScoreHead] = {}  # of adapters that have rows
         self._unended: set[str] = set()  # reads
         self._pinned: Counter[str] = Counter()
@@ -211,7 +219,7 @@ class Residency:
             return False
         self._to(digest, AdapterState.COPYING)
         self.rows.hold(digest, True)
-        self._copying[digest] = _Copying(mark, began_seconds, host.num_bytes)
+        self._copying[digest] = Copying(mark, began_seconds, host.num_bytes)
         if mark.is_completed():
             self._publish(digest)
         else:
@@ -257,8 +265,7 @@ class Residency:
         """Take over the reads and copies that have ended. Never waits: where nothing else could run, or a copy takes
         long, the device does."""
         for digest, copying in list(self._copying.items()):
-            copying.num_steps += 1
-            if is_idle or copying.num_steps >= _MAX_STEPS_COPYING or copying.mark.is_completed():
+            if copying.has_ended(is_idle=is_idle):
                 self._publish(digest)
         ends = []
         while not self._ended.empty():

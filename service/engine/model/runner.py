@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from adapters.layout import NON_LORA_GROUPS
+from adapters.memory.device_upload import copy_stream_of
 from kernels.platform import Platform, contract
 from kernels.row_scatter import ops as row_scatter_ops
 from kernels.sampling import ops as sampling_ops
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 SPARE_GRAPHS = 64
 
 if TYPE_CHECKING:
+    from service.engine.scheduling.host_prefixes import HostCopies
     from service.models.loader import LoadedModel
 
 
@@ -69,10 +71,12 @@ class Capacity:
 
 
 class Runner(Protocol):
-    """The model as the engine uses it. `captured` counts how its steps were run."""
+    """The model as the engine uses it. `captured` counts how its steps were run; `host_copies` is None without the host
+    tier of the prefix cache."""
 
     capacity: Capacity
     captured: CapturedSteps
+    host_copies: HostCopies | None
 
     def warm_up(self, config: EngineConfig) -> None:
         """Compile all that steps within the configuration's sizes can need."""
@@ -113,7 +117,7 @@ class ModelRunner:
         *,
         num_kv_blocks: int | None = None,
     ) -> None:
-        from service.models.layers.caches import allocate_caches
+        from service.models.layers.caches import HostRowCopies, allocate_caches
 
         self.capacity = capacity_of(loaded, config, platform)
         self._model = loaded.model
@@ -126,6 +130,10 @@ class ModelRunner:
             loaded.dtype,
             loaded.device,
         )
+        self.host_copies: HostCopies | None = None
+        if config.prefix_host_bytes and num_kv_blocks is None:
+            stream = copy_stream_of(loaded.device)
+            self.host_copies = HostRowCopies(self.caches, config.prefix_host_bytes, stream)
         self._token_budget = config.token_budget
         self._has_lora = config.row_bytes > 0
         self._padding: Padding | None = None
@@ -277,6 +285,11 @@ def capacity_of(loaded: LoadedModel, config: EngineConfig, platform: Platform) -
     if spec.has_states and has_prefix_cache(config, platform.device):
         # A state belongs to a block: more than there are blocks could not be kept.
         num_kept = min(config.state_cache_bytes // state_bytes_per_line(spec, loaded.dtype), num_blocks)
+    if config.prefix_host_bytes:
+        if not has_prefix_cache(config, platform.device) or (spec.has_states and not num_kept):
+            raise ModelError("--prefix-host-bytes is for a prefix cache, and this server has none; leave it out.")
+        if config.prefix_host_bytes < 2 * block_bytes:
+            raise ModelError(f"--prefix-host-bytes must be at least two blocks of keys and values, {2 * block_bytes}.")
     context = spec.context_tokens
     if config.max_model_len_tokens is not None:
         context = min(config.max_model_len_tokens, spec.longest_context_tokens)

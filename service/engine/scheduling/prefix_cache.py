@@ -29,6 +29,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from adapters.sums import parts_of
+from service.engine.scheduling.host_prefixes import HostCopies, HostPrefixes
 from service.engine.scheduling.kv_blocks import BlockPool
 from service.engine.scheduling.prefix_trie import Found, Node, PrefixTrie, Way, tag_of
 from service.engine.scheduling.state_lines import StateLines
@@ -40,11 +41,13 @@ _AWAITED_STEPS, _AWAITED_TIMES = 16, 4
 
 @dataclass(slots=True)
 class CacheCounts:
-    """Tokens of prompts when requests first joined, those of them that were found, those whose blocks were and no state
-    behind them, and tokens found when preempted requests joined again."""
+    """Tokens of prompts when requests first joined, those of them that were found, those of these that came from host
+    memory, those whose blocks were found and no state behind them, and tokens found when preempted requests joined
+    again."""
 
     queried_tokens: int = 0
     hit_tokens: int = 0
+    host_hit_tokens: int = 0
     stateless_tokens: int = 0
     resumed_tokens: int = 0
 
@@ -56,6 +59,7 @@ class PrefixCache:
     is_on        else nothing is found
     is_shared    tenants share prefixes
     rope_class   of a request's length limit: requests of one class rotate alike
+    copies       of blocks and lines to host memory; None: there is no host tier
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class PrefixCache:
         is_on: bool = True,
         is_shared: bool = False,
         rope_class: Callable[[int], tuple[int, ...]] = lambda _limit: (),
+        copies: HostCopies | None = None,
     ) -> None:
         self.counts = CacheCounts()
         self.lines = lines
@@ -83,45 +88,67 @@ class PrefixCache:
         self._latest: dict[Node, Sequence] = {}  # by the node above the block that they fill
         self._tail_ends: list[Sequence] = []  # that have kept a state within a block in the last step
         self._num_steps = 0
+        self.host = None if copies is None else HostPrefixes(copies, blocks, self.trie, lines)
         blocks.keep_idle_in(self.trie)
 
     # ---- lookups
 
-    def begin_step(self) -> None:
-        """Count a step: prefixes are awaited for so many."""
+    def begin_step(self, *, is_idle: bool = False) -> None:
+        """Count a step: prefixes are awaited for so many. is_idle: no sequence runs."""
         self._num_steps += 1
+        if self.host is not None:
+            self.host.begin_step(is_idle=is_idle)
         self.lines.begin_step()
         ends, self._tail_ends = self._tail_ends, []
         for sequence in ends:
             if sequence.publish_at != NEVER:
                 self._publish_tail(sequence, goes_on=True)
 
-    def find(self, sequence: Sequence, *, may_copy: bool = True) -> Found:
+    def find(self, sequence: Sequence, *, may_copy: bool = True, on_host: bool = False) -> Found:
         """The longest prefix of the sequence's tokens that it need not compute; one is left in any case.
 
         may_copy  else whole blocks alone are found
+        on_host   find what is in host memory, too
         """
         if not self._may_read(sequence):
             return Found([], 0)
         way = self._way_of(sequence)
-        nodes = self._walk(way, (len(sequence.token_ids) - 1) // self._block_size)
+        nodes = self._walk(way, (len(sequence.token_ids) - 1) // self._block_size, on_host=on_host)
         may_copy = may_copy and self._may_copy(sequence)
         if not self.lines.most_kept:
-            num_tokens, source = self._begun(way, nodes) if may_copy else (len(nodes) * self._block_size, 0)
-            return Found([node.block for node in nodes], num_tokens, source)
+            is_whole = on_host or not may_copy
+            num_tokens, source = (len(nodes) * self._block_size, 0) if is_whole else self._begun(way, nodes)
+            return Found(nodes, num_tokens, source)
+
+        def has_state(node: Node) -> bool:
+            return self.lines.has(node) if on_host else bool(node.block and node.line)
+
         known = (nodes[-1], len(nodes) * self._block_size) if nodes and not nodes[-1].line else None
         tail, num_more = None, 0
         while nodes:
             if may_copy and nodes[-1].has_tails:
-                tail, num_more = way.tail_below(nodes[-1], len(nodes))
-            if tail is not None or nodes[-1].line:
+                tail, num_more = way.tail_below(nodes[-1], len(nodes), has_state)
+            if tail is not None or has_state(nodes[-1]):
                 break
             nodes.pop()
         num_tokens = len(nodes) * self._block_size + num_more
         state_of = tail or (nodes[-1] if nodes else None)
         if known is not None and known[1] <= num_tokens:
             known = None
-        return Found([node.block for node in nodes], num_tokens, 0 if tail is None else tail.block, state_of, known)
+        return Found(nodes, num_tokens, 0 if tail is None else tail.block, state_of, known)
+
+    def is_loading(self, sequence: Sequence, num_free_blocks: int, *, is_idle: bool) -> bool:
+        """Whether more of the sequence's tokens than are found are on their way from host memory, where it can join.
+        Begins that once.
+
+        is_idle  nothing runs that could go on meanwhile
+        """
+        if self.host is None or not self.host.used_bytes or not self._may_read(sequence):
+            return False
+        found, num_here = self.find(sequence, on_host=True), self.find(sequence).num_tokens
+        is_worth_it = found.num_tokens >= num_here + self._block_size
+        way = self._way_of(sequence)
+        return is_worth_it and self.host.is_loading(way, found, num_here, num_free_blocks, is_idle=is_idle)
 
     def num_idle_in(self, found: Found) -> int:
         """Blocks of these that count as free now, and will not when they are held."""
@@ -172,7 +199,7 @@ class PrefixCache:
         if not self.is_on:
             return
         way = self._way_of(sequence)
-        way.num_nodes, way.awaited = len(found.blocks), None
+        way.num_nodes, way.awaited, way.num_here, way.has_loaded = len(found.nodes), None, None, False
         way.first_own = min(way.first_own, way.num_nodes)
         nodes = self._walk(way, way.num_nodes)
         self._arrive(way, nodes[-1] if nodes else self.trie.use_root(way.scope))
@@ -207,7 +234,7 @@ class PrefixCache:
         parts = way.parts(num_full)
         for index in range(way.num_nodes, num_full):
             child = node.children.get(parts[index])
-            if child is None:
+            if child is None or not child.block:
                 child = self.trie.add(node, parts[index], table[index])
             elif child.block != table[index]:
                 self._blocks.hold_beside(sequence.key, index, child.block)
@@ -248,7 +275,7 @@ class PrefixCache:
         way = self._ways.get(sequence.key)
         if way is None:
             return
-        nodes = self._walk(way, len(sequence.token_ids) // self._block_size)
+        nodes = self._walk(way, len(sequence.token_ids) // self._block_size, on_host=True)
         if way.node is not None:
             self._publish_no_more(way)
         self._blocks.take_back(self.trie.drop(nodes[way.first_own :]))
@@ -272,6 +299,8 @@ class PrefixCache:
     def check_integrity(self) -> None:
         """The trie and the accounts agree, and tables of running sequences name no others."""
         self.trie.check_integrity(self._blocks.num_holders)
+        if self.host is not None:
+            self.host.check_integrity()
         entries = {way.in_flight for way in self._ways.values()} - {None}
         assert entries == set(self._computing), "a block is computed by nobody"
         ways = {way.node for way in self._ways.values() if way.node is not None}
@@ -285,6 +314,9 @@ class PrefixCache:
             sequence.num_cached = num_tokens
             self.counts.queried_tokens += sequence.num_prompt
             self.counts.hit_tokens += num_tokens
+            way = self._ways.get(sequence.key)
+            if way is not None and way.num_here is not None:
+                self.counts.host_hit_tokens += max(0, num_tokens - way.num_here)
             if found.known is not None:
                 self.counts.stateless_tokens += found.known[1] - num_tokens
         else:
@@ -303,9 +335,9 @@ class PrefixCache:
             way = self._ways[sequence.key] = Way(sequence, scope, tag, self._block_size)
         return way
 
-    def _walk(self, way: Way, num_blocks: int) -> list[Node]:
-        """The nodes of the sequence's first blocks, as far as there are."""
-        return self.trie.walk(way.scope, way.parts(num_blocks)[:num_blocks])
+    def _walk(self, way: Way, num_blocks: int, *, on_host: bool = False) -> list[Node]:
+        """The nodes of the sequence's first blocks, as far as there are on the device, or in host memory too."""
+        return self.trie.walk(way.scope, way.parts(num_blocks)[:num_blocks], on_host=on_host)
 
     def _may_copy(self, sequence: Sequence) -> bool:
         """Whether the whole sequence fits beside a block that it copies, which it holds."""
@@ -319,7 +351,7 @@ class PrefixCache:
         assert way.node is not None and way.num_nodes == num_blocks, "a part of a prompt is known"
         key = next(way.tails(num_blocks, num))[1]
         tail = way.node.children.get(key)
-        if tail is None:
+        if tail is None or not tail.block:
             block = self._blocks.blocks(sequence.key)[num_blocks]
             if goes_on:
                 if not self._blocks.replace_last(sequence.key):
@@ -340,7 +372,7 @@ class PrefixCache:
             return start, 0
         if len(sequence.token_ids) == start + size:
             child = above.children.get(way.parts(len(nodes) + 1)[len(nodes)])
-            if child is not None:
+            if child is not None and child.block:
                 return start + most, child.block
         other = self._latest.get(above)
         if other is None or not other.has_begun:  # its own copy is not launched

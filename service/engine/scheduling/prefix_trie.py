@@ -15,10 +15,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from service.engine.sequences.sequence import NEVER, Sequence
+
+if TYPE_CHECKING:
+    from service.engine.scheduling.host_prefixes import HostRows
 
 _TOKEN_BYTES = 4
 Scope = tuple[str, str, tuple[int, ...]]  # tenant, "" where all share; salt; class of the length limit
@@ -26,9 +30,9 @@ Scope = tuple[str, str, tuple[int, ...]]  # tenant, "" where all share; salt; cl
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """parent: None for a root. block: 0 for a root, and once the node is dropped. line: of the state behind the block's
-    last token; 0: it was not kept. num_users: of a root, which stays for them. has_tails: whether there were nodes
-    below it of parts of a block."""
+    """parent: None for a root. block: 0 for a root, once the node is dropped, and while it is in host memory alone
+    (`host_prefixes.py`), with all below it. line: of the state behind the block's last token; 0: it was not kept.
+    num_users: of a root, which stays for them. has_tails: whether there were nodes below it of parts of a block."""
 
     parent: Node | None
     part: bytes
@@ -38,10 +42,7 @@ class Node:
     has_tails: bool = False
     children: dict[bytes, Node] = field(default_factory=dict)
     num_users: int = 0
-
-    @property
-    def is_dropped(self) -> bool:
-        return self.parent is not None and not self.block
+    is_dropped: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -54,6 +55,8 @@ class Way:
     in_flight    its entry in the table of blocks that are being computed
     awaited      the sequence that it awaits, and how many tokens that must have computed
     awaits_until  number of the step from which on it awaits nobody
+    num_here     tokens that it found on the device when more were found in host memory
+    has_loaded   these were brought to the device since it last ran
     """
 
     sequence: Sequence
@@ -66,6 +69,8 @@ class Way:
     in_flight: tuple[Node, bytes] | None = None
     awaited: tuple[Sequence, int] | None = None
     awaits_until: int | None = None
+    num_here: int | None = None
+    has_loaded: bool = False
     _parts: list[bytes] = field(default_factory=list)
 
     def parts(self, num_blocks: int) -> list[bytes]:
@@ -79,13 +84,13 @@ class Way:
                 self._parts.append(self._key(index * size, tokens[at : at + size * _TOKEN_BYTES]))
         return self._parts
 
-    def tail_below(self, node: Node, num_blocks: int) -> tuple[Node | None, int]:
-        """The longest tail below the node of the last of these blocks that the sequence can begin behind, one token
-        being left, and its number of tokens."""
+    def tail_below(self, node: Node, num_blocks: int, has_state: Callable[[Node], object]) -> tuple[Node | None, int]:
+        """The longest tail with a state below the node of the last of these blocks that the sequence can begin behind,
+        one token being left, and its number of tokens."""
         size = self.block_size_tokens
         for num, key in self.tails(num_blocks, min(len(self.sequence.token_ids) - 1 - num_blocks * size, size - 1)):
             tail = node.children.get(key)
-            if tail is not None and tail.line:
+            if tail is not None and has_state(tail):
                 return tail, num
         return None, 0
 
@@ -116,21 +121,28 @@ def tag_of(part: bytes, block_size_tokens: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """blocks: of the first tokens. source: the block that begins with the rest of `num_tokens`, to be copied, or 0.
+    """nodes: of the first tokens. source: the block that begins with the rest of `num_tokens`, to be copied, or 0.
     state_of: the node whose state was kept. known: the node and the tokens up to which blocks are known without one."""
 
-    blocks: list[int]
+    nodes: list[Node]
     num_tokens: int
     source: int = 0
     state_of: Node | None = None
     known: tuple[Node, int] | None = None
 
+    @property
+    def blocks(self) -> list[int]:
+        """Their blocks."""
+        return [node.block for node in self.nodes]
+
 
 class PrefixTrie:
-    """See the module's docstring. drop_state: is called for each node that is dropped."""
+    """See the module's docstring. drop_state: is called for each node that is dropped. host: its rows of host memory;
+    None without the tier."""
 
     def __init__(self, drop_state: Callable[[Node], None]) -> None:
         self._drop_state = drop_state
+        self.host: HostRows | None = None
         self.num_idle = 0  # blocks that no account holds
         self.num_evicted = 0
         self._roots: dict[Scope, Node] = {}
@@ -140,7 +152,7 @@ class PrefixTrie:
     @property
     def nodes(self) -> Collection[Node]:
         """All but roots."""
-        return self._nodes.values()
+        return self._nodes.values() if self.host is None else {*self._nodes.values(), *self.host.row_of}
 
     def root(self, scope: Scope) -> Node | None:
         return self._roots.get(scope)
@@ -157,22 +169,31 @@ class PrefixTrie:
         if not root.children and not root.num_users:
             del self._roots[root.scope]
 
-    def walk(self, scope: Scope, parts: list[bytes]) -> list[Node]:
-        """The nodes of these parts from the root on, as far as there are."""
+    def walk(self, scope: Scope, parts: list[bytes], *, on_host: bool = False) -> list[Node]:
+        """The nodes of these parts from the root on, as far as there are on the device, or in host memory too."""
         node, nodes = self._roots.get(scope), []
         if node is None:
             return []
         for part in parts:
             node = node.children.get(part)
-            if node is None:
+            if node is None or not (node.block or on_host):
                 break
             nodes.append(node)
         return nodes
 
     def add(self, parent: Node, part: bytes, block: int) -> Node:
-        """A node of a held block."""
-        node = parent.children[part] = self._nodes[block] = Node(parent, part, parent.scope, block)
+        """The node of a held block: a new one, or that in host memory, which is on the device again."""
+        node = parent.children.get(part)
+        if node is None:
+            node = parent.children[part] = Node(parent, part, parent.scope, 0)
+        self.place(node, block)
         return node
+
+    def place(self, node: Node, block: int) -> None:
+        """The node without a block has this one, which is held."""
+        node.block, self._nodes[block] = block, node
+        if self.host is not None:
+            self.host.wake(node)
 
     def drop(self, nodes: Collection[Node]) -> list[int]:
         """Drop these nodes and all below them. Returns the blocks that were idle, and are free now."""
@@ -190,11 +211,13 @@ class PrefixTrie:
             stack.extend(node.children.values())
             node.children.clear()
             if node.block in self._idle.get(node.scope[0], ()):
-                self.wake(node.block)
+                self._leave_queue(node)
                 freed.append(node.block)
-            del self._nodes[node.block]
+            self._nodes.pop(node.block, None)
             self._drop_state(node)
-            node.block = 0
+            if self.host is not None:
+                self.host.wake(node)
+            node.block, node.is_dropped = 0, True
         return freed
 
     def drop_all(self) -> list[int]:
@@ -210,19 +233,34 @@ class PrefixTrie:
             return False
         self._idle.setdefault(node.scope[0], OrderedDict())[block] = node
         self.num_idle += 1
+        if self.host is not None:
+            self.host.rest(node)
         return True
 
     def wake(self, block: int) -> None:
         """An idle block is held again."""
-        tenant = self._nodes[block].scope[0]
-        queue = self._idle[tenant]
-        del queue[block]
+        self._leave_queue(self._nodes[block])
+        if self.host is not None:
+            self.host.wake(self._nodes[block])
+
+    def _leave_queue(self, node: Node) -> None:
+        queue = self._idle[node.scope[0]]
+        del queue[node.block]
         self.num_idle -= 1
         if not queue:
-            del self._idle[tenant]
+            del self._idle[node.scope[0]]
+
+    def _leave_device(self, node: Node) -> list[int]:
+        """Drop a node with an idle block, unless it has a copy in host memory. Returns the block, which is free now."""
+        if self.host is None or not self.host.leave(node):
+            return self.drop([node])
+        self._leave_queue(node)
+        del self._nodes[node.block]
+        block, node.block = node.block, 0
+        return [block]
 
     def evict(self, num_blocks: int) -> list[int]:
-        """Drop up to so many idle blocks, those of the tenant with most first, which are free now."""
+        """Let up to so many idle blocks go, those of the tenant with most first, which are free now."""
         freed: list[int] = []
         while len(freed) < num_blocks and self._idle:
             sizes = sorted(map(len, self._idle.values()))
@@ -230,7 +268,7 @@ class PrefixTrie:
             num_more = sizes[-1] - sizes[-2] if len(sizes) > 1 else sizes[-1]
             for _ in range(min(num_blocks - len(freed), max(num_more, 1))):
                 if largest:
-                    freed += self.drop([next(iter(largest.values()))])
+                    freed += self._leave_device(next(iter(largest.values())))
         self.num_evicted += len(freed)
         return freed
 
@@ -240,9 +278,13 @@ class PrefixTrie:
         stack = [node for root in self._roots.values() for node in root.children.values()]
         while stack:
             node = stack.pop()
-            assert node.block and node.block not in seen, "a block of two nodes, or a dropped node"
+            assert not node.is_dropped and node.block not in seen, "a block of two nodes, or a dropped node"
             assert node.parent is not None and node.parent.children[node.part] is node, "a node without a way to it"
-            seen[node.block] = node
+            assert node.parent.parent is None or node.parent.block or not node.block, "no block above a block"
+            if node.block:
+                seen[node.block] = node
+            else:
+                assert self.host is not None and node in self.host.row_of, "a node is nowhere"
             stack.extend(node.children.values())
         assert seen == self._nodes, "blocks of no node, or nodes of no block"
         assert all(root.children or root.num_users for root in self._roots.values()), "an empty root"
@@ -253,5 +295,5 @@ class PrefixTrie:
             order = {block: number for number, block in enumerate(queue)}
             for block, node in queue.items():
                 assert node.scope[0] == tenant, "a block in another tenant's queue"
-                below = [child.block for child in node.children.values()]
+                below = [child.block for child in node.children.values() if child.block]
                 assert all(order.get(child, len(order)) < order[block] for child in below), "evicted before those below"

@@ -157,7 +157,7 @@ class Scheduler:
         if self.paused == "keep":
             self.adapter_loads.follow_hints()
             return []
-        self.cache.begin_step()
+        self.cache.begin_step(is_idle=not self.running)
         self.moves.begin_step()
         if self._queue.num_waiting:
             self._admit()
@@ -175,7 +175,8 @@ class Scheduler:
         self.blocks.check_integrity()
         self.cache.check_integrity()
         held = {block for sequence in self.running for block in self.blocks.blocks(sequence.key)}
-        held |= self.blocks.held_beside
+        loading = [] if self.cache.host is None else self.cache.host.loading_keys
+        held |= self.blocks.held_beside | {block for key in loading for block in self.blocks.blocks(key)}
         assert len(held) == self.blocks.num_used, "blocks held by a sequence that does not run"
         self.slots.check_integrity()
         self.lines.check_integrity()
@@ -243,6 +244,9 @@ class Scheduler:
                 continue
             if num_preemptions != self.num_preemptions:
                 free_blocks = self._free_blocks()
+            if self.cache.is_loading(sequence, free_blocks, is_idle=not self.running):
+                free_blocks = self._free_blocks()
+                continue
             found = self.cache.find(sequence)
             need = self._blocks_missing(sequence) - len(found.blocks) + self.cache.num_idle_in(found)
             is_short = self.slots.num_free == 0 or need > free_blocks

@@ -20,10 +20,14 @@ line, always finds one. Cost per step: O(sequences that end a block in it), and 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from service.engine.scheduling.prefix_trie import Node
 from service.engine.sequences.sequence import Sequence
 from service.engine.sequences.slots import Slots
+
+if TYPE_CHECKING:
+    from service.engine.scheduling.host_prefixes import HostRows
 
 # Blocks that a state must save, to be worth a line and the further step in which its prompt is computed.
 _LEAST_SAVED_BLOCKS = 4
@@ -50,12 +54,15 @@ class _Kept:
 
 
 class StateLines(Slots):
-    """See the module's docstring. num_lines, num_slots: of all and of sequences, the null one included in each."""
+    """See the module's docstring. num_lines, num_slots: of all and of sequences, the null one included in each. host:
+    rows of host memory for states; None without the tier."""
 
     def __init__(self, num_lines: int, num_slots: int) -> None:
         super().__init__(num_lines)
         self.most_kept = num_lines - num_slots
         self.num_evicted = 0
+        self.host: HostRows | None = None
+        self._on_host: dict[Node, _Kept] = {}  # states that have no line
         self._num_holders: dict[int, int] = {}  # of kept lines
         self._states: dict[str, dict[Node, _Kept]] = {}  # by tenant
         self._share_read = 0.5  # of late, of states that nobody had asked for
@@ -94,6 +101,7 @@ class StateLines(Slots):
         self._behind[sequence] = 0, None
         if node is not None:
             self._read_next(sequence, node.line)
+            self._rest(node)
             kept = self._states[node.scope[0]][node]
             kept.num_reads += 1
             if kept.num_reads > 1:
@@ -191,6 +199,37 @@ class StateLines(Slots):
 
     def drop(self, node: Node) -> None:
         """The node is dropped, or its state is."""
+        self._leave_line(node)
+        self.drop_on_host(node)
+
+    def drop_on_host(self, node: Node) -> None:
+        """The node's state is in host memory no more."""
+        if self.host is not None:
+            self.host.wake(node)
+            self._on_host.pop(node, None)
+
+    def has(self, node: Node) -> bool:
+        """Whether the node's state is on the device, or in host memory."""
+        return node.line != 0 or node in self._on_host
+
+    def take_kept(self) -> int:
+        """A line for a state from host memory; 0 if there is none."""
+        if self.num_kept >= self.most_kept and not self._evict():
+            return 0
+        line = self.take()
+        self._num_holders[line] = 1
+        return line
+
+    def bring(self, node: Node, line: int) -> None:
+        """The line has the node's state of host memory, unless that was dropped meanwhile."""
+        if (kept := self._on_host.get(node)) is None:
+            self._let_go(line)
+            return
+        kept.line = line
+        self._renew(kept)
+        self._attach(kept, node)
+
+    def _leave_line(self, node: Node) -> None:
         if node.line:
             states = self._states[node.scope[0]]
             del states[node]
@@ -212,6 +251,8 @@ class StateLines(Slots):
             assert line in self._used and number >= num_holders.pop(line, 0), "a kept line is held by nobody"
         assert not num_holders, "a line is read, or has a node, and is not kept"
         assert self.num_kept <= self.most_kept, "more states kept than there is room for"
+        rows = {} if self.host is None else self.host.row_of
+        assert {*self._on_host} == {node for node in rows if not node.line}, "states in host memory miscounted"
 
     # ---- inner parts
 
@@ -239,6 +280,13 @@ class StateLines(Slots):
             return
         node.line = kept.line
         self._states.setdefault(node.scope[0], {})[node] = kept
+        self._rest(node)
+
+    def _rest(self, node: Node) -> None:
+        """The node's state is used now, and may leave its line some time later."""
+        if self.host is not None:
+            self.drop_on_host(node)
+            self.host.rest(node)
 
     def _renew(self, kept: _Kept) -> None:
         kept.rank = self._last_rank + kept.num_saved * (1.0 if kept.is_asked else self._share_read)
@@ -266,7 +314,11 @@ class StateLines(Slots):
                 self._last_rank = max(self._last_rank, lowest.rank)
                 if not lowest.is_asked and not lowest.num_reads:
                     self._share_read -= self._share_read / _SHARE_OF_LAST
-                self.drop(lowest.node)
+                if self.host is not None and self.host.leave(lowest.node):
+                    self._on_host[lowest.node] = lowest
+                    self._leave_line(lowest.node)
+                else:
+                    self.drop(lowest.node)
                 self.num_evicted += 1
                 return True
         return False

@@ -27,6 +27,7 @@ from service.engine.model.padding import StepSizes
 from service.engine.model.runner import ModelRunner
 from service.engine.scheduling.kv_blocks import BlockPool
 from service.engine.step.launcher import StepLauncher
+from service.models.layers.caches import COPIED_BLOCKS
 from service.models.spec.config_json import ModelError
 
 MIB, GIB = 2**20, 2**30
@@ -109,7 +110,7 @@ def decide_budgets(
     is_cpu = device_type == "cpu"
     token_budget, max_sequences = _steps(options, sizes, device_type, free_bytes)
     block_size = options.block_size_tokens or default_block_size_tokens(device_type)
-    step_bytes = graph_bytes + _step_bytes(options, sizes, token_budget, max_sequences)
+    step_bytes = graph_bytes + _step_bytes(options, sizes, device_type, token_budget, max_sequences)
     if not is_cpu:
         step_bytes += _penalty_bytes(sizes, max_sequences)
     state_cache_bytes = options.state_cache_bytes
@@ -220,9 +221,15 @@ def _steps(options: EngineOptions, sizes: ModelSizes, device_type: str, free_byt
     return token_budget, max_sequences
 
 
-def _step_bytes(options: EngineOptions, sizes: ModelSizes, token_budget: int, max_sequences: int) -> int:
-    """Activations, logits and state lines."""
-    return _pass_bytes(options, sizes, token_budget, max_sequences) + _state_bytes(options, sizes, max_sequences)
+def _step_bytes(
+    options: EngineOptions, sizes: ModelSizes, device_type: str, token_budget: int, max_sequences: int
+) -> int:
+    """Activations, logits, state lines, and what is on its way to host memory."""
+    num_bytes = _pass_bytes(options, sizes, token_budget, max_sequences) + _state_bytes(options, sizes, max_sequences)
+    if options.prefix_host_bytes:  # through buffers, of a whole step's copies
+        block_size = options.block_size_tokens or default_block_size_tokens(device_type)
+        num_bytes += COPIED_BLOCKS * block_size * sizes.kv_bytes_per_token + sizes.state_bytes_per_line
+    return num_bytes
 
 
 def _pass_bytes(options: EngineOptions, sizes: ModelSizes, token_budget: int, max_sequences: int) -> int:

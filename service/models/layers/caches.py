@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 import torch
 
+from adapters.memory.device_upload import CopyEvent, CopyStream
 from kernels.paged_attention import cache_layout
 from kernels.platform import in_use
 from service.models.spec.mixer_specs import MixerState
@@ -70,6 +72,107 @@ class Caches:
     @property
     def num_bytes(self) -> int:
         return sum(getattr(cache, name).nbytes for cache in self.each for name in cache.__slots__)
+
+
+# Blocks that are copied to host memory in a step, or from there at a time.
+COPIED_BLOCKS = 32
+_ALIGNMENT_BYTES = 64
+
+
+class _HostRows:
+    """Rows of host memory, uint8 [num_rows, row_bytes], and a buffer of a few rows on the device: each has one place,
+    a block or a line, of all these caches."""
+
+    def __init__(self, caches: Sequence[torch.Tensor], most: int) -> None:
+        self._caches = caches
+        self._most = most
+        self._starts: list[int] = []
+        self.row_bytes = 0
+        for cache in caches:
+            self._starts.append(self.row_bytes)
+            self.row_bytes += -(-cache[0].nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        self.rows = torch.empty(0, dtype=torch.uint8)
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def allocate(self, memory: torch.Tensor) -> int:
+        """Use as many rows of this memory as it holds; their number."""
+        num_rows = len(memory) // self.row_bytes if self.row_bytes else 0
+        self.rows = memory[: num_rows * self.row_bytes].view(num_rows, self.row_bytes)
+        if num_rows:
+            shape = (min(self._most, num_rows), self.row_bytes)
+            self._buffer = torch.empty(shape, dtype=torch.uint8, device=self._caches[0].device)
+        return num_rows
+
+    def save(self, pairs: Sequence[tuple[int, int]]) -> None:
+        for places, rows in self._parts(pairs):
+            for cache, piece in self._pieces(len(rows)):
+                piece.copy_(cache.index_select(0, places))
+            for index, row in enumerate(rows):
+                self.rows[row].copy_(self._buffer[index], non_blocking=True)
+
+    def load(self, pairs: Sequence[tuple[int, int]]) -> None:
+        for places, rows in self._parts(pairs):
+            for index, row in enumerate(rows):
+                self._buffer[index].copy_(self.rows[row], non_blocking=True)
+            for cache, piece in self._pieces(len(rows)):
+                cache.index_copy_(0, places, piece)
+
+    def _parts(self, pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[torch.Tensor, list[int]]]:
+        """Places, int64 on the device, and rows, as many as the buffer takes. Pinned: pageable numbers would wait for
+        all that the stream waits for."""
+        for start in range(0, len(pairs), self._most):
+            part = pairs[start : start + self._most]
+            places = torch.tensor([place for place, _ in part], pin_memory=self.rows.is_pinned())
+            yield places.to(self._buffer.device, non_blocking=True), [row for _, row in part]
+
+    def _pieces(self, num: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Each cache, and what the first rows of the buffer have of it, in its shape."""
+        for cache, start in zip(self._caches, self._starts, strict=True):
+            piece = self._buffer[:num, start : start + cache[0].nbytes]
+            yield cache, piece.view(cache.dtype).view(num, *cache.shape[1:])
+
+
+class HostRowCopies:
+    """Host memory for blocks and lines that leave the device, pinned where there is one, and copies between the two,
+    all on one stream beside the steps'. Not run on a GPU or an NPU.
+
+    num_bytes    of all rows; as large a part is for lines as they are of the caches' bytes
+    num_rows, row_bytes  of blocks, and of lines
+    """
+
+    most_blocks = COPIED_BLOCKS
+
+    def __init__(self, caches: Caches, num_bytes: int, stream: CopyStream) -> None:
+        tensors = [(type(cache) is KvCache, getattr(cache, name)) for cache in caches.each for name in cache.__slots__]
+        self._blocks = _HostRows([tensor for is_paged, tensor in tensors if is_paged], COPIED_BLOCKS)
+        self._lines = _HostRows([tensor for is_paged, tensor in tensors if not is_paged], 1)
+        self._stream = stream
+        line_share = sum(tensor.nbytes for is_paged, tensor in tensors if not is_paged) / caches.num_bytes
+        memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=tensors[0][1].device.type != "cpu")
+        first = num_bytes - int(num_bytes * line_share) // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
+        self.num_rows = self._blocks.allocate(memory[:first]), self._lines.allocate(memory[first:])
+        self.row_bytes = self._blocks.row_bytes, self._lines.row_bytes
+
+    def save(self, blocks: Sequence[tuple[int, int]], lines: Sequence[tuple[int, int]]) -> CopyEvent:
+        """Copy these blocks and lines to rows, as the steps launched so far leave them; each with its row."""
+        self._stream.after_steps()
+        with self._stream.begin():
+            self._blocks.save(blocks)
+            self._lines.save(lines)
+        return self._stream.mark()
+
+    def load(self, blocks: Sequence[tuple[int, int]], lines: Sequence[tuple[int, int]]) -> CopyEvent:
+        """The other way; no step that is launched before `publish` uses these blocks and lines."""
+        self._stream.after_steps()
+        with self._stream.begin():
+            self._blocks.load(blocks)
+            self._lines.load(lines)
+        return self._stream.mark()
+
+    def publish(self, mark: CopyEvent) -> None:
+        """Steps launched from now on wait for the copies before the event."""
+        if not mark.is_completed():
+            self._stream.before_steps(mark)
 
 
 def allocate_caches(

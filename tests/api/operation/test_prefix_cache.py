@@ -161,6 +161,36 @@ def test_a_cache_of_hardly_more_than_a_prompt_changes_no_answer(tmp_path: Path) 
         assert (refused.status_code, refused.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
+def test_a_turn_that_left_the_device_is_found_in_host_memory(tmp_path: Path) -> None:
+    model = make_tiny_model("llama", tmp_path / "model", max_position_embeddings=2048)
+    block_bytes = BLOCK * kv_bytes_per_token(model_spec(read_config(model)), torch.float32)
+    sizes = {"kv_bytes": 25 * block_bytes, "prefix_host_bytes": 400 * block_bytes, "dtype": "float32"}
+    with running_server(model, tmp_path / "server", **sizes) as server:
+
+        def ask(messages: list[dict[str, str]], salt: str) -> tuple[str, int, int]:
+            body = {"messages": messages, "max_tokens": 4, "ignore_eos": True, "temperature": 0, "cache_salt": salt}
+            answer = server.post("/v1/chat/completions", json=body).json()
+            usage = answer["usage"]
+            text = str(answer["choices"][0]["message"])
+            return text, usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
+
+        chat = [{"role": "system", "content": TEXT}, {"role": "user", "content": "and what then?"}]
+        num_before = ask(chat, "chat")[1]
+        assert num_before > 17 * BLOCK
+        chat += [{"role": "assistant", "content": "go on"}, {"role": "user", "content": "and then?"}]
+        alone = ask(chat, "alone")
+        assert alone[2] == 0  # it has filled the cache
+        text, _, num_cached = ask(chat, "chat")
+        assert (text, num_cached >= num_before - 2 * BLOCK) == (alone[0], True)
+        wait_for(lambda: server.metric("prefix_cache_host_hits_total") >= num_cached - 2 * BLOCK, "the engine's report")
+        told = server.http.get(f"{server.url}/server_info", params={"config_format": "json"}).json()["vllm_config"]
+        cache = told["cache_config"]
+        assert cache["prefix_host_hit_tokens"] == server.metric("prefix_cache_host_hits_total")
+        assert 0 < cache["prefix_host_bytes_used"] <= cache["prefix_host_bytes"] == 400 * block_bytes
+        assert server.post("/reset_prefix_cache").status_code == 200
+        assert ask(chat, "chat")[::2] == (text, 0)
+
+
 # A template that begins a thought, and shows none of those that came before.
 THINKING_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"

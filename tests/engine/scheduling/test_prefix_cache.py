@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from service.engine.ipc.messages import Abort, Evict
-from tests.support.engine.engine_mock import MockEngine, expected_tokens, make_mock_engine
+from tests.support.engine.engine_mock import MockEngine, expected_tokens, make_mock_engine, poison_free
 from tests.support.tiers import examples
 
 BLOCK = 4
@@ -513,8 +513,8 @@ def test_requests_one_after_another_find_what_a_list_of_all_prefixes_has(seed: i
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_random_operations_change_no_token(has_states: bool, seed: int) -> None:
-    """Submits, aborts, preemptions, evictions of adapters, resets and logits that are not finite, in small pools. Lines
-    of state that are free hold what no sequence has."""
+    """Submits, aborts, preemptions, evictions of adapters, resets and logits that are not finite, in small pools, with
+    slow copies to host memory and back. Blocks and lines that are free hold what no sequence has."""
     rng = random.Random(seed)
     mock = cached_engine(
         num_blocks=rng.randint(12, 60),
@@ -522,23 +522,25 @@ def test_random_operations_change_no_token(has_states: bool, seed: int) -> None:
         max_sequences=rng.randint(1, 6),
         token_budget=rng.randint(6, 40),
         overlap=rng.random() < 0.5,
+        host_rows=(rng.randint(2, 60), rng.randint(0, 8)) if rng.random() < 0.7 else None,
+        most_copied=rng.randint(1, 9),
         **({"has_conv": True, "num_kept": rng.randint(1, 12)} if has_states else {}),
     )
     whole_run = mock.runner.run
     is_poisoned = False
 
     def run_or_poison(*args: Any) -> torch.Tensor:
-        for line in mock.engine.lines.free:
-            mock.runner.lines[line] = -1
+        poison_free(mock)
         logits = whole_run(*args)
         return torch.full_like(logits, float("nan")) if is_poisoned else logits
 
     mock.runner.run = run_or_poison  # type: ignore[method-assign]
     requests: dict[str, tuple[tuple[int, ...], str | None, int]] = {}
     stems = [tuple(rng.randrange(90) for _ in range(30)) for _ in range(2)]
+    operations = ("submit", "submit", "step", "step", "step", "read", "abort", "preempt", "drop", "poison", "copy")
     for i in range(150):
         is_poisoned = False
-        match rng.choice(("submit", "submit", "step", "step", "step", "read", "abort", "preempt", "drop", "poison")):
+        match rng.choice(operations):
             case "submit":
                 stem = rng.choice([*stems, *((*requests[name][0], *out) for name, out in mock.output.items())])
                 prompt = stem[: rng.randint(1, 36)] + tuple(rng.randrange(90) for _ in range(rng.randint(0, 3)))
@@ -554,6 +556,9 @@ def test_random_operations_change_no_token(has_states: bool, seed: int) -> None:
                 mock.step()
             case "read":
                 mock.loader.do_next()
+            case "copy" if mock.runner.host_copies is not None:
+                mock.runner.host_copies.is_slow = rng.random() < 0.7
+                mock.runner.host_copies.end_next()
             case "abort" if requests:
                 mock.engine.handle(Abort(rng.choice(list(requests))))
             case "preempt" if mock.engine.scheduler.running:

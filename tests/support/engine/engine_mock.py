@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from tokenizers import Tokenizer
@@ -30,6 +31,7 @@ from service.engine.loras.interfaces import CopyEvent
 from service.engine.model.graphs import CapturedSteps
 from service.engine.model.padding import StepSizes
 from service.engine.model.runner import Capacity
+from service.engine.scheduling.host_prefixes import Pairs
 from service.engine.scheduling.state_lines import StateLines
 from service.engine.sequences.sequence import Sequence as RunningSequence
 from service.grammars.matching import TokenTable
@@ -291,6 +293,7 @@ class MockRunner:
         self.num_logits: list[int] = []  # of each step
         self.captured = CapturedSteps(None, "a mock", max_graphs=0)
         self.before_run: Callable[[], None] = lambda: None
+        self.host_copies: MockHostCopies | None = None
         self.capacity = Capacity(
             vocab_size=VOCAB,
             hidden_size=2,
@@ -352,6 +355,16 @@ class MockRunner:
         for target, copied in zip(targets, origins, strict=True):
             self._origins[target * size : (target + 1) * size] = copied
 
+    def block(self, block: int) -> tuple[torch.Tensor, list[int]]:
+        """What a block has now."""
+        first, end = block * self._block_size, (block + 1) * self._block_size
+        return self._kv[first:end].clone(), self._origins[first:end]
+
+    def set_block(self, block: int, content: Any) -> None:
+        """As `block` told it."""
+        first, end = block * self._block_size, (block + 1) * self._block_size
+        self._kv[first:end], self._origins[first:end] = content
+
     def _check_origins(self, blocks: tuple[int, ...], slot: int, history: list[int], first: int) -> list[int]:
         """Keys and values before `first` follow from the same tokens, under the same adapters, in the same scope. The
         origins of all positions."""
@@ -384,12 +397,64 @@ class MockRunner:
         self.lines[line] = origins[-1]
 
 
-class _HighLines(StateLines):
-    """State lines that no sequence has as its slot too, where most sequences may run."""
+class MockHostCopies:
+    """Host memory of the mock's blocks and lines. Copies happen in the order of the calls: at once, or with `is_slow`
+    when the test says so, by `end_next`, or when steps wait for them."""
 
-    def take(self) -> int:
-        self._free.sort()
-        return super().take()
+    row_bytes = 1, 100
+
+    def __init__(self, runner: MockRunner, num_rows: tuple[int, int], most_blocks: int) -> None:
+        self.num_rows, self.most_blocks = num_rows, most_blocks
+        self.is_slow = False
+        self.num_saved = self.num_loaded = 0  # blocks and lines
+        self._runner = runner
+        self._rows: list[dict[int, object]] = [{}, {}]
+        self._pending: deque[tuple[_HostMark, Callable[[], None]]] = deque()
+
+    def save(self, blocks: Pairs, lines: Pairs) -> CopyEvent:
+        self.num_saved += len(blocks) + len(lines)
+
+        def copy() -> None:
+            self._rows[0] |= {row: self._runner.block(block) for block, row in blocks}
+            self._rows[1] |= {row: self._runner.lines[line] for line, row in lines}
+
+        return self._begin(copy)
+
+    def load(self, blocks: Pairs, lines: Pairs) -> CopyEvent:
+        self.num_loaded += len(blocks) + len(lines)
+
+        def copy() -> None:
+            for block, row in blocks:
+                self._runner.set_block(block, self._rows[0][row])
+            for line, row in lines:
+                self._runner.lines[line] = self._rows[1][row]  # type: ignore[assignment]
+
+        return self._begin(copy)
+
+    def publish(self, mark: CopyEvent) -> None:
+        while not mark.is_completed():
+            self.end_next()
+
+    def end_next(self) -> None:
+        """The oldest copy that is under way happens now, if there is one."""
+        if self._pending:
+            mark, copy = self._pending.popleft()
+            copy()
+            mark.is_reached = True
+
+    def _begin(self, copy: Callable[[], None]) -> CopyEvent:
+        self._pending.append((mark := _HostMark(), copy))
+        if not self.is_slow:
+            self.end_next()
+        return mark
+
+
+@dataclass
+class _HostMark:
+    is_reached: bool = False
+
+    def is_completed(self) -> bool:
+        return self.is_reached
 
 
 @dataclass
@@ -488,10 +553,12 @@ def make_mock_engine(
     has_tokens: bool = True,
     num_kept: int = 0,
     host: MockHost | None = None,
+    host_rows: tuple[int, int] | None = None,
+    most_copied: int = 4,
     **config: object,
 ) -> MockEngine:
     """has_tokens: the engine knows its vocabulary, which grammars need. host: None is one that keeps nothing. num_kept:
-    states that the prefix cache can keep."""
+    states that the prefix cache can keep. host_rows: of its host tier, for blocks and lines."""
     settings = EngineConfig(
         model_dir="",
         store_root="",
@@ -502,6 +569,8 @@ def make_mock_engine(
     )
     rows, host = MockRows(num_rows), host or MockHost()
     runner = MockRunner(rows, settings, num_blocks=num_blocks, has_conv=has_conv, max_len=max_len, num_kept=num_kept)
+    if host_rows is not None:
+        runner.host_copies = MockHostCopies(runner, host_rows, most_copied)
     loader = SteppedLoader()
     tokens = mock_tokens() if has_tokens else None
     engine = Engine(runner, rows, host, settings, loader=loader, tokens=tokens, compiler=loader)
@@ -513,9 +582,26 @@ def make_mock_engine(
         start(sequence, expected)
 
     engine.cache.start = start_anew  # type: ignore[method-assign]
-    engine.lines = _HighLines(runner.capacity.num_lines, runner.capacity.num_slots)
-    engine.scheduler.lines = engine.cache.lines = engine.lines
+    lines = engine.lines
+
+    def take_low() -> int:
+        """A line that no sequence has as its slot too, where most sequences may run."""
+        lines._free.sort()
+        return StateLines.take(lines)
+
+    lines.take = take_low  # type: ignore[method-assign]
     return MockEngine(engine, runner, rows, host, loader)
+
+
+def poison_free(mock: MockEngine) -> None:
+    """Blocks and lines that neither a sequence nor the cache has hold what no sequence reads."""
+    blocks, block_size = mock.engine.blocks, mock.engine.config.block_size_tokens
+    known = {node.block for node in mock.engine.cache.trie.nodes}
+    for block in range(1, blocks.num_blocks):
+        if not blocks.num_holders(block) and block not in known:
+            mock.runner.set_block(block, (-1, [-1] * block_size))
+    for line in mock.engine.lines.free:
+        mock.runner.lines[line] = -1
 
 
 @functools.cache
