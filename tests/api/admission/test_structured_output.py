@@ -205,7 +205,7 @@ def test_items_of_a_batch_have_their_own(server: Server) -> None:
     items = [
         {"prompt": "the", "guided_choice": ["one"], "model": "alpha"},
         {"prompt": "the", "guided_regex": "(?=no)"},
-        {"messages": CHAT, "response_format": {"type": "text"}, "max_tokens": 3},
+        {"messages": CHAT, "response_format": {"type": "text"}, "max_tokens": 3, "ignore_eos": True},
         {"messages": CHAT, "guided_choice": ["two"]},
     ]
     one, bad, free, two = server.post("/v1/completions/batch", json={"items": items}).json()["items"]

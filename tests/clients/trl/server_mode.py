@@ -28,7 +28,7 @@ def main() -> None:
     client.model = adapter
     told["answers"] = client.generate(PROMPTS, n=2, temperature=0.0, max_tokens=6, top_k=0, logprobs=0)
     messages = [[{"role": "user", "content": "Tell me about the sea."}]] * 2
-    told["chats"] = client.chat(messages, n=2, max_tokens=4, generation_kwargs={"seed": 1})
+    told["chats"] = client.chat(messages, n=2, max_tokens=4, generation_kwargs={"seed": 1, "ignore_eos": True})
     answers = told["answers"]["completion_ids"][::2]
     sequences = [prompt + answer for prompt, answer in zip(PROMPTS, answers, strict=True)]
     lengths = [len(prompt) for prompt in PROMPTS]
