@@ -1,6 +1,6 @@
 """`multilora doctor --deep` with planted steps: `python -m tests.support.planted_checks STEP[,STEP...] FLAG...`.
 
-Each step is a function of this module, with what may happen to a step on an unknown host.
+Each step is a function of this module, with what may happen to a step on an unknown host, or has a real step's name.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from service.cli.main import make_parser
 from service.doctor import supervise
 from service.doctor.checks.step_process import NotApplicable, StepFailed, StepHost
 from service.doctor.deep import examine_deeply
-from service.doctor.plan import Step
+from service.doctor.plan import STEPS, Step
 
 # Where steps meet the test: a directory with a named pipe `gate` and a list of what was begun, `begun`.
 MEETING = "DOCTOR_MEETING"
@@ -148,24 +148,26 @@ def _no_temporary_file() -> None:
     raise FileNotFoundError(errno.ENOENT, "No usable temporary directory")
 
 
+def _planted(name: str) -> Step:
+    return Step(
+        name=name,
+        title=f"Planted: {name}",
+        asks="What then?",
+        work=f"tests.support.planted_checks:{name}",
+        limit_seconds=float(os.environ.get("DOCTOR_LIMIT", "60")),
+        devices=("npu",) if name == "fails_on_npu" else ("cpu", "cuda", "npu"),
+        is_needed=name in ("is_mended", "needed_aborts", "needed_hangs"),
+    )
+
+
 def main() -> int:
     supervise.time = SimpleNamespace(monotonic=_clock)  # type: ignore[assignment]
     if MAX_FILE_BYTES in os.environ:
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(os.environ[MAX_FILE_BYTES]),) * 2)
     if NO_TEMPORARY_FILES in os.environ:
         child_process.tempfile = SimpleNamespace(TemporaryFile=_no_temporary_file)  # type: ignore[assignment]
-    steps = [
-        Step(
-            name=name,
-            title=f"Planted: {name}",
-            asks="What then?",
-            work=f"tests.support.planted_checks:{name}",
-            limit_seconds=float(os.environ.get("DOCTOR_LIMIT", "60")),
-            devices=("npu",) if name == "fails_on_npu" else ("cpu", "cuda", "npu"),
-            is_needed=name in ("is_mended", "needed_aborts", "needed_hangs"),
-        )
-        for name in sys.argv[1].split(",")
-    ]
+    real = {step.name: step for step in STEPS}
+    steps = [real.get(name) or _planted(name) for name in sys.argv[1].split(",")]
     return examine_deeply(make_parser().parse_args(["doctor", "--deep", *sys.argv[2:]]), steps)
 
 

@@ -369,8 +369,14 @@ def talk(roomy: Server) -> Iterator[openai.OpenAI]:
 
 
 each_format = pytest.mark.parametrize("speaker", sorted(TEMPLATES))
+# Long calls: the wide tier has the formats whose calls are JSON as hermes's are, but for their marks.
+SPEAKERS = [
+    pytest.param(name, marks=pytest.mark.wide if name in ("llama3_json", "mistral") else ())
+    for name in sorted(TEMPLATES)
+]
+each_served_format = pytest.mark.parametrize("speaker", SPEAKERS)
 # And a template that shows no tools.
-each_speaker = pytest.mark.parametrize("speaker", [*sorted(TEMPLATES), "generic"])
+each_speaker = pytest.mark.parametrize("speaker", [*SPEAKERS, "generic"])
 
 
 def tools_of(schemas: dict[str, Any], **more: Any) -> list[Any]:
@@ -438,7 +444,7 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
 
-@each_format
+@each_served_format
 def test_one_of_the_allowed_tools_is_called_though_the_template_shows_all(talk: openai.OpenAI, speaker: str) -> None:
     asked: Any = {
         "model": speaker, "messages": ASK, "tools": tools_of(SCHEMAS), "max_tokens": 300, "temperature": 1, "seed": 1,
@@ -462,7 +468,7 @@ def test_beside_text_no_tools_but_those_that_are_allowed_can_be_called(speaker: 
     assert given == text_constraint("lark", among_one)
 
 
-@each_format
+@each_served_format
 def test_arguments_are_streamed_as_they_are_written(talk: openai.OpenAI, speaker: str) -> None:
     asked: Any = {
         "model": speaker, "messages": ASK, "tools": tools_of(SCHEMAS), "max_tokens": 300, "seed": 1,
@@ -477,7 +483,7 @@ def test_arguments_are_streamed_as_they_are_written(talk: openai.OpenAI, speaker
     check([call], SCHEMAS)
 
 
-@each_format
+@each_served_format
 def test_a_batch_enforces_each_item_s_own(roomy: Server, speaker: str) -> None:
     items = [
         {"model": speaker, "messages": ASK, "tools": tools_of({name: SCHEMAS[name]}), "tool_choice": "required",
@@ -543,7 +549,7 @@ ANSWER: dict[str, Any] = {
 FORMAT: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "answer", "schema": ANSWER}}
 
 
-@each_format
+@each_served_format
 def test_an_answer_in_a_format_may_be_a_call_instead(talk: openai.OpenAI, speaker: str) -> None:
     kinds = set()
     for seed in range(4):
@@ -588,7 +594,7 @@ def test_what_answers_do_without_is_named(roomy: Server) -> None:
     assert chats[1].headers["X-Multilora-Left-Out"] == rest
 
 
-@each_format
+@each_served_format
 def test_a_format_beside_a_call_that_must_come_is_left_out(roomy: Server, speaker: str) -> None:
     tools, form = tools_of(SCHEMAS), {"type": "json_schema", "json_schema": {"name": "a", "schema": ANSWER}}
     name = next(iter(SCHEMAS))
