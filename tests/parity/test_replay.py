@@ -307,6 +307,24 @@ def test_what_was_captured_while_nobody_waited_is_replayed(
     engine.close()
 
 
+def test_replayed_steps_behind_blocks_from_host_memory_equal_eager_ones(
+    tmp_path_factory: pytest.TempPathFactory, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five blocks hold one request at a time; the last prompt is the first one's."""
+    world = make_world("qwen3", tmp_path_factory.mktemp("host"), device, num_hidden_layers=1)
+    prompts = [tuple(range(first, first + 13)) for first in (5, 25, 45, 5)]
+    requests = [Request(f"r{i}", BASE, prompt, 4) for i, prompt in enumerate(prompts)]
+    sizes = {"num_blocks": 5, "prefix_host_bytes": 2**20}
+    with kernels_of_a_gpu(device, monkeypatch):
+        captured, engine = run(world, requests, eager=False, **sizes)
+        assert engine.stats().prefix_cache_host_hit_tokens >= 8
+        assert engine.runner.captured.num_replayed > engine.runner.captured.num_graphs
+        engine.close()
+        eager, engine = run(world, requests, eager=True, **sizes)
+        engine.close()
+    assert all(torch.equal(found, expected) for found, expected in zip(captured, eager, strict=True))
+
+
 def test_grammars_are_followed_in_replayed_steps_with_overlap(
     tmp_path_factory: pytest.TempPathFactory, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
