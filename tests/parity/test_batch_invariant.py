@@ -79,7 +79,9 @@ def check_crowds(world: World, **options: Any) -> None:
         asked = {**SAMPLING, "prompt_logprobs": None if sizes.get("prefix_cache") else SAMPLING["prompt_logprobs"]}
         submits = [request.submit(world, **asked) for request in requests]
         answers = run_engine(engine, submits, joins_per_step=joins_per_step)
-        assert engine.stats().num_preemptions or "num_blocks" not in sizes
+        stats = engine.stats()
+        assert stats.num_preemptions or "num_blocks" not in sizes or "prefix_host_bytes" in sizes
+        assert stats.prefix_cache_host_hit_tokens or "prefix_host_bytes" not in sizes
         assert engine.cache.counts.hit_tokens or "prefix_cache" not in sizes
         engine.close()
         for request in chosen:
@@ -109,14 +111,16 @@ def chosen_of() -> list[Request]:
 
 
 def crowds_of(world: World) -> list[tuple[list[Request], int, dict[str, Any]]]:
-    """(requests, how many join a step, sizes): all chunks small; all prompts whole; begun from the prefix cache; too
-    few blocks for all."""
+    """(requests, how many join a step, sizes): begun from the prefix cache's host tier, without states; all chunks
+    small; all prompts whole; begun from the prefix cache; too few blocks for all."""
     chosen, spec = chosen_of(), model_spec(read_config(world.model_dir))
     cache = {"prefix_cache": True, "state_cache_bytes": 8 * state_bytes_per_line(spec, world.dtype)}
     twins = [Request(f"twin-{r.name}", r.adapter, (*r.prompt[: len(r.prompt) - 3], 6, 7), 2) for r in chosen]
     short = [request for request in chosen if len(request.prompt) < LONG]
     crowd = make_requests(world, 1 + len(world.adapters), seed=1, max_prompt=30)
+    host = {"num_blocks": 100, "prefix_host_bytes": 2**24}
     return [
+        *([] if spec.has_states else [([*twins, *chosen], 1, {"token_budget": 64, **cache, **host})]),
         ([*crowd, *chosen], 4, {"token_budget": 23, "max_sequences": 16}),
         ([*chosen[::-1], *crowd], 16, {"token_budget": 2000, "max_sequences": 64}),
         ([*twins, *chosen], 3, {"token_budget": 64, **cache}),
