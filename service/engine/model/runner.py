@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 SPARE_GRAPHS = 64
 
 if TYPE_CHECKING:
-    from service.engine.scheduling.host_prefixes import HostCopies
+    from service.models.layers.caches import HostCopies
     from service.models.loader import LoadedModel
 
 

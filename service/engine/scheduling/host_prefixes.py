@@ -22,7 +22,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count, islice
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from service.engine.loras.interfaces import CopyEvent
 from service.engine.loras.residency import Copying
@@ -30,21 +30,12 @@ from service.engine.scheduling.kv_blocks import BlockPool
 from service.engine.scheduling.prefix_trie import Found, Node, PrefixTrie, Way
 from service.engine.scheduling.state_lines import StateLines
 
+if TYPE_CHECKING:
+    from service.models.layers.caches import HostCopies
+
 _AHEAD_SHARE = 4  # of the rows, those of nodes that are on the device too
 _MOST_LINES = 1  # that are copied in a step
 Pairs = Sequence[tuple[int, int]]  # blocks, or lines, and rows
-
-
-class HostCopies(Protocol):
-    """Host memory and the copies; see `service.models.layers.caches.HostRowCopies`."""
-
-    num_rows: tuple[int, int]
-    row_bytes: tuple[int, int]
-    most_blocks: int
-
-    def save(self, blocks: Pairs, lines: Pairs) -> CopyEvent: ...
-    def load(self, blocks: Pairs, lines: Pairs) -> CopyEvent: ...
-    def publish(self, mark: CopyEvent) -> None: ...
 
 
 class _Queues:

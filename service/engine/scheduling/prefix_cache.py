@@ -27,13 +27,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from adapters.sums import parts_of
-from service.engine.scheduling.host_prefixes import HostCopies, HostPrefixes
+from service.engine.scheduling.host_prefixes import HostPrefixes
 from service.engine.scheduling.kv_blocks import BlockPool
 from service.engine.scheduling.prefix_trie import Found, Node, PrefixTrie, Way, tag_of
 from service.engine.scheduling.state_lines import StateLines
 from service.engine.sequences.sequence import NEVER, Sequence, num_equal, same_until
+
+if TYPE_CHECKING:
+    from service.models.layers.caches import HostCopies
 
 # Steps that a prefix is awaited for: so many, and so many times those that the sequence's own prompt takes.
 _AWAITED_STEPS, _AWAITED_TIMES = 16, 4

@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from typing import Protocol
 
 import torch
 
@@ -130,6 +131,18 @@ class _HostRows:
         for cache, start in zip(self._caches, self._starts, strict=True):
             piece = self._buffer[:num, start : start + cache[0].nbytes]
             yield cache, piece.view(cache.dtype).view(num, *cache.shape[1:])
+
+
+class HostCopies(Protocol):
+    """The copies of `HostRowCopies`, as the engine asks for them."""
+
+    num_rows: tuple[int, int]
+    row_bytes: tuple[int, int]
+    most_blocks: int
+
+    def save(self, blocks: Sequence[tuple[int, int]], lines: Sequence[tuple[int, int]]) -> CopyEvent: ...
+    def load(self, blocks: Sequence[tuple[int, int]], lines: Sequence[tuple[int, int]]) -> CopyEvent: ...
+    def publish(self, mark: CopyEvent) -> None: ...
 
 
 class HostRowCopies:
