@@ -248,9 +248,14 @@ class HostPrefixes:
         self._loads.remove(load)
         self._copies.publish(load.copying.mark)
         blocks = self._pool.blocks(load.key)
-        for node, block in zip(load.nodes, blocks[len(blocks) - len(load.nodes) :], strict=True):
-            if not node.is_dropped and not node.block:
+        first = len(blocks) - len(load.nodes)
+        for index, (node, block) in enumerate(zip(load.nodes, blocks[first:], strict=True), start=first):
+            if node.is_dropped:
+                continue
+            if not node.block:
                 self._trie.place(node, block)
+            elif node.block != block:  # computed meanwhile: it stays longer than those below it, which become idle now
+                self._pool.hold_beside(load.key, index, node.block)
         if load.state_of is not None:
             self._lines.bring(load.state_of, load.line)
         self._pool.release(load.key)

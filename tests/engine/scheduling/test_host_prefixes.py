@@ -93,6 +93,29 @@ def test_a_sequence_waits_for_slow_copies_and_others_run(has_states: bool) -> No
     assert copies_of(mock).num_loaded - num_loaded == 10 + has_states, "what is on its way is not read twice"
 
 
+def test_blocks_leave_from_the_end_where_one_was_computed_while_all_were_read() -> None:
+    """Else a beginning is in host memory alone while the device has what comes behind it."""
+    mock = engine_of(num_blocks=30)
+    shared = tuple(range(1, 22))
+    prompt = shared + tuple(expected_tokens(shared, None, 20))
+    run(mock, "first", prompt)
+    for i in range(4):
+        run(mock, f"other-{i}", (i, *OTHER))
+    mock.submit("runs", (9, 8, 7), max_tokens=30)
+    mock.submit("computes", shared, max_tokens=4)
+    mock.step_until(lambda: len(mock.output.get("computes", [])) >= 3)
+    copies_of(mock).is_slow = True
+    mock.submit("gone", prompt, max_tokens=6)
+    mock.step()
+    mock.engine.abort("gone")
+    mock.settle()
+    for i in range(1, 20):  # they take blocks one by one
+        run(mock, f"new-{i}", tuple((50 + 3 * i + j) % 89 for j in range(8)), max_tokens=1)
+        assert run(mock, f"again-{i}", prompt, max_tokens=2) == 40
+        mock.submit(f"aside-{i}", (i, *OTHER), max_tokens=1)
+        mock.settle()
+
+
 def test_nothing_waits_where_nothing_else_runs() -> None:
     """The device waits for the copy itself: no step would come that could ask for it."""
     mock = engine_of()
