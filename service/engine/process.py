@@ -264,7 +264,8 @@ def main() -> int:
         EngineProcess(engine, side, inbox).run()
     except Exception as error:
         log.exception("the engine cannot go on")
-        side.write([Fatal(f"The engine failed: {type(error).__name__}: {error}")])
+        # Requests of all tenants are answered with it; what the error says may be of one of them.
+        side.write([Fatal(f"The engine failed: {type(error).__name__}; its log says more.")])
         return 1
     return 0
 

@@ -28,7 +28,7 @@ _TOKEN_BYTES = 4
 Scope = tuple[str, str, tuple[int, ...]]  # tenant, "" where all share; salt; class of the length limit
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)  # it would show prompts
 class Node:
     """parent: None for a root. block: 0 for a root, once the node is dropped, and while it is in host memory alone
     (`host_prefixes.py`), with all below it. line: of the state behind the block's last token; 0: it was not kept.
@@ -45,7 +45,7 @@ class Node:
     is_dropped: bool = False
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)  # it would show prompts
 class Way:
     """The way of a sequence through the trie.
 
