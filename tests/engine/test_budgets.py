@@ -78,6 +78,14 @@ def test_graphs_are_kept_free_for() -> None:
     assert abs(freed - 4 * GIB) < 2 * LLAMA_8B.kv_bytes_per_token * 16
 
 
+def test_a_cpu_s_host_tier_of_the_prefix_cache_is_memory_as_the_caches_are() -> None:
+    without, given = (decided(LLAMA_8B, "cpu", 32 * GIB, prefix_host_bytes=num) for num in (0, 20 * GIB))
+    taken = given.kv_bytes + given.state_cache_bytes + given.row_bytes + given.side_bytes + given.step_bytes
+    assert given.kv_bytes < without.kv_bytes and taken <= 12 * GIB
+    beside_a_gpu = decided(LLAMA_8B, "cuda", 60 * GIB, prefix_host_bytes=20 * GIB)
+    assert beside_a_gpu.kv_bytes > decided(LLAMA_8B, "cuda", 60 * GIB).kv_bytes - GIB  # but for what copies go through
+
+
 @pytest.mark.parametrize(
     ("line_mib", "table_mib", "free_gib", "num_tables"),
     [(3, 520, 30, 2), (12, 2004, 62, 1), (12, 2004, 122, 2), (12, 2004, 7, 0)],

@@ -121,7 +121,7 @@ def decide_budgets(
     elif state_cache_bytes is None and options.kv_bytes is not None:
         state_cache_bytes = int(options.kv_bytes * STATE_CACHE_SHARE)
     given_bytes = (options.row_bytes or 0) + (options.kv_bytes or 0) + (options.side_bytes or 0)
-    given_bytes += state_cache_bytes or 0
+    given_bytes += (state_cache_bytes or 0) + (options.prefix_host_bytes if is_cpu else 0)
     left = int((free_bytes - given_bytes) * (CPU_SHARE if is_cpu else DEVICE_SHARE)) - step_bytes
     row_bytes, kv_bytes, side_bytes = options.row_bytes, options.kv_bytes, options.side_bytes
     if row_bytes == 0:

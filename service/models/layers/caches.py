@@ -13,6 +13,7 @@ import torch
 from adapters.memory.device_upload import CopyEvent, CopyStream
 from kernels.paged_attention import cache_layout
 from kernels.platform import in_use
+from service.models.spec.config_json import ModelError
 from service.models.spec.mixer_specs import MixerState
 from service.models.spec.model_spec import AttentionSpec, ModelSpec
 
@@ -161,7 +162,13 @@ class HostRowCopies:
         self._lines = _HostRows([tensor for is_paged, tensor in tensors if not is_paged], 1)
         self._stream = stream
         line_share = sum(tensor.nbytes for is_paged, tensor in tensors if not is_paged) / caches.num_bytes
-        memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=tensors[0][1].device.type != "cpu")
+        try:
+            memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=tensors[0][1].device.type != "cpu")
+        except RuntimeError as error:
+            raise ModelError(
+                f"{num_bytes} bytes of host memory for the prefix cache cannot be had: lower --prefix-host-bytes, "
+                "or raise the limit of this process's memory (of locked memory beside a device: ulimit -l)"
+            ) from error
         first = num_bytes - int(num_bytes * line_share) // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
         self.num_rows = self._blocks.allocate(memory[:first]), self._lines.allocate(memory[first:])
         self.row_bytes = self._blocks.row_bytes, self._lines.row_bytes
