@@ -447,9 +447,8 @@ class TestLivesOfTheEngine:
     """What /metrics shows of one engine after the other."""
 
     def stats(self, num_steps: int) -> Stats:
-        gauges = dict.fromkeys(
-            ("num_waiting", "num_running", "kv_blocks_used", "state_lines_used", "rows_used", "row_bytes_used"), 3
-        )
+        names = ("num_waiting", "num_running", "kv_blocks_used", "state_lines_used", "rows_used", "row_bytes_used")
+        gauges = dict.fromkeys((*names, "prefix_cache_host_bytes_used"), 3)
         totals = dict.fromkeys(("kv_blocks_total", "state_lines_total", "rows_total", "row_bytes_total"), 9)
         counters = dict.fromkeys(
             ("num_preemptions", "num_adapter_loads", "num_adapter_evictions", "num_lora_op_calls"), num_steps
@@ -480,7 +479,7 @@ class TestLivesOfTheEngine:
         living = self.shown(metrics)
         held = [name for name in living if name.endswith(("_used", "_waiting", "_running"))]
         held += ["kv_blocks_total", "adaptersdevice", "adaptershost"]
-        assert len(held) == 9
+        assert len(held) == 10
         assert all(living[name] > 0 for name in held)
         metrics.show_engine(None, 1)
         dead = self.shown(metrics)
