@@ -45,7 +45,7 @@ def measure(kernel: Any, launch: Launch) -> tuple[float, str]:
 
 
 def _num_items(arguments: Any) -> int:
-    """Of a shrink: of the ranks that every adapter has."""
+    """Work items of the launch; those of a shrink, for the ranks that every adapter has."""
     num_tiles = -(-arguments["num_tokens"] // arguments["T"])
     if "size" in arguments:  # of the gate
         return num_tiles * -(-arguments["size"] // arguments["chunk_columns"])

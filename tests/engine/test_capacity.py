@@ -1,4 +1,4 @@
-"""What a model and the operator's sizes come to: the longest request, and what is refused."""
+"""Capacity from a model and the operator's sizes: the longest request, and sizes that are refused."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ def poison_free_blocks(engine: Engine) -> None:
 
 
 def sizes_of(world: World, **more: Any) -> dict[str, Any]:
-    """Of an engine that holds about two of the requests, and of states as many as they write in turn."""
+    """Options of an engine that holds about two of the requests, and as many states as they write in turn."""
     state_bytes = state_bytes_per_line(model_spec(read_config(world.model_dir)), world.dtype)
     sizes = {"num_blocks": 30, "token_budget": 24, "max_sequences": 6, "side_bytes": 2**20}
     return sizes | {"state_cache_bytes": 4 * state_bytes} | more

@@ -254,7 +254,7 @@ class HostPrefixes:
                 continue
             if not node.block:
                 self._trie.place(node, block)
-            elif node.block != block:  # computed meanwhile: it stays longer than those below it, which become idle now
+            else:  # computed meanwhile: it stays longer than those below it, which become idle now
                 self._pool.hold_beside(load.key, index, node.block)
         if load.state_of is not None:
             self._lines.bring(load.state_of, load.line)

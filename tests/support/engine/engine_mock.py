@@ -356,7 +356,7 @@ class MockRunner:
             self._origins[target * size : (target + 1) * size] = copied
 
     def block(self, block: int) -> tuple[torch.Tensor, list[int]]:
-        """What a block has now."""
+        """The content of a block now."""
         first, end = block * self._block_size, (block + 1) * self._block_size
         return self._kv[first:end].clone(), self._origins[first:end]
 
