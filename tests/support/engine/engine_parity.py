@@ -185,6 +185,7 @@ def config_of(
         model_dir=str(world.model_dir),
         store_root=str(world.store_root),
         device=world.device,
+        dtype=str(world.dtype).removeprefix("torch."),
         block_size_tokens=BLOCK_SIZE,
         kv_bytes=num_blocks * BLOCK_SIZE * kv_bytes_per_token(spec, world.dtype),
         row_bytes=row_bytes,
