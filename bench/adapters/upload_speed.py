@@ -1,6 +1,6 @@
 """What the upload of a large adapter takes, beside what one core takes to hash its bytes.
 
-    .venv/bin/python -m bench.adapters.upload_speed [--rank 1064] [--uploads 7] [--delete]
+    .venv/bin/python -m bench.adapters.upload_speed [--rank 1064] [--uploads 7] [--delete] [--chunk-bytes 65536]
 
 Adapters on every projection of the bundled model, which at rank 1,064 have 84 MB as those of rank 16 of an 8B model
 have, each of another content, over HTTP, one after the other; before each the same bytes are hashed in this process
@@ -11,6 +11,8 @@ API process and of the hash, which other work on the machine changes less.
 With --clients it sends them as people do instead, by `curl -F` and by `multilora upload` in turn, and asks each
 new adapter for one token. Prints medians in seconds, from the client's start to its end and to the token, and the
 median ratio of the two clients.
+
+With --chunk-bytes bodies come in chunks of so many bytes, without a Content-Length.
 
 With --delete each adapter is deleted before the next one is sent, so that its pages of the disk's cache are used again.
 A virtual machine's first touch of a page may cost ten times as much as the copy into it.
@@ -41,15 +43,15 @@ from tests.support.limits import LIMIT_SECONDS
 from tests.support.peft_files import adapter_files
 
 
-def measure(work_dir: Path, rank: int, num_uploads: int, *, are_deleted: bool) -> dict[str, Any]:
-    """Figures by name; the first upload, which finds nothing warm, is not counted."""
+def measure(work_dir: Path, rank: int, num_uploads: int, *, are_deleted: bool, chunk_bytes: int) -> dict[str, Any]:
+    """Figures by name; the first upload, which finds nothing warm, is not counted. chunk_bytes 0: no chunks"""
     (work_dir / "none").mkdir()  # no adapters but those made here
     samples = []
     settings = {"adapter_row_bytes": "512MiB", "host_tier_bytes": "0", "preload_adapters_dir": work_dir / "none"}
     with running_server(BUNDLED_MODEL_DIR, work_dir, **settings) as server:
         wait_for(lambda: server.get("/ready").status_code == 200, "the server to be ready")
         for at in range(num_uploads + 1):
-            samples.append(_upload(server, at, rank))
+            samples.append(_upload(server, at, rank, chunk_bytes))
             if are_deleted:
                 server.http.delete(f"{server.url}/v1/adapters/n{at}").raise_for_status()
     del samples[0]
@@ -79,7 +81,7 @@ class Sample:
     hash_cpu_seconds: float
 
 
-def _upload(server: Server, at: int, rank: int) -> Sample:
+def _upload(server: Server, at: int, rank: int, chunk_bytes: int) -> Sample:
     files = adapter_files(at, rank, is_whole=True)
     request = server.http.build_request("PUT", f"{server.url}/v1/adapters/n{at}", files=files)
     content = request.read()
@@ -89,7 +91,7 @@ def _upload(server: Server, at: int, rank: int) -> Sample:
     hashlib.sha256(tensors)
     hashed, hashed_cpu = time.perf_counter(), time.process_time()
     api_cpu = api_cpu_seconds(server)
-    _put(request.url.path, server, content, headers)
+    _put(request.url.path, server, content, headers, chunk_bytes)
     return Sample(
         num_bytes=len(tensors),
         upload_seconds=time.perf_counter() - hashed,
@@ -141,12 +143,16 @@ def _sent_by(client: str, server: Server, directory: Path, name: str) -> tuple[f
     return uploaded - begin, time.perf_counter() - begin
 
 
-def _put(path: str, server: Server, content: bytes, headers: dict[str, str]) -> None:
+def _put(path: str, server: Server, content: bytes, headers: dict[str, str], chunk_bytes: int) -> None:
     """With the standard library's client, which hands a body to the kernel as it is. httpx copies all that is left of
     one after each part that a socket takes: 0.4 s of processor time for 84 MB, with the clock running."""
     connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=LIMIT_SECONDS)
     try:
-        connection.request("PUT", path, content, headers)
+        if chunk_bytes:
+            chunks = (content[start : start + chunk_bytes] for start in range(0, len(content), chunk_bytes))
+            connection.request("PUT", path, chunks, headers, encode_chunked=True)
+        else:
+            connection.request("PUT", path, content, headers)
         answer = connection.getresponse()
         text = answer.read()
         assert answer.status == 201, text
@@ -159,13 +165,15 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=1064)
     parser.add_argument("--uploads", type=int, default=7)
     parser.add_argument("--delete", action="store_true", help="delete each adapter before the next one is sent")
+    parser.add_argument("--chunk-bytes", type=int, default=0, help="send bodies in chunks of so many bytes")
     parser.add_argument("--clients", action="store_true", help="send them by curl and by multilora upload")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         if arguments.clients:
             print(json.dumps(measure_clients(Path(scratch), arguments.rank, arguments.uploads)))
             return
-        figures = measure(Path(scratch), arguments.rank, arguments.uploads, are_deleted=arguments.delete)
+        given = {"are_deleted": arguments.delete, "chunk_bytes": arguments.chunk_bytes}
+        figures = measure(Path(scratch), arguments.rank, arguments.uploads, **given)
     print(json.dumps(figures))
 
 

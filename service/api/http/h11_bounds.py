@@ -49,9 +49,10 @@ class BoundedConnection(h11.Connection):
         super().__init__(h11.SERVER, MAX_HEAD_BYTES)
         self._receive_buffer = _UnfoldedLines()
         self.refusal: str | None = None
-        self.has_plain_body = self.is_head = False
+        self.is_head = False
         self.num_received = 0
         self._is_chunked = self.sends_chunks = False
+        self._left = "_remaining"  # where h11's reader of the body has what `num_announced` is
         self._num_framing = 0
 
     @staticmethod
@@ -75,16 +76,23 @@ class BoundedConnection(h11.Connection):
         self._num_framing += len(data)
         super().receive_data(data)
 
+    @property
+    def num_announced(self) -> int:
+        """Bytes that are still to come of the body, or of the chunk of it that has begun: they cost little each."""
+        reader: Any = self._reader
+        return getattr(reader, self._left, 0) if self.their_state is h11.SEND_BODY else 0
+
     def skip_body(self, data: bytes) -> bool:
-        """Whether this is from the middle of a body of announced length, all of it: it is counted then, and need not be
-        received. h11 would copy it three times."""
-        if not self.has_plain_body or self.their_state is not h11.SEND_BODY or self.they_are_waiting_for_100_continue:
+        """Whether this is from the middle of a body of announced length, or of a chunk, all of it: it is counted then,
+        and need not be received. h11 would copy it three times."""
+        if len(data) >= self.num_announced or self.they_are_waiting_for_100_continue:
+            return False
+        if self.trailing_data != _NOTHING:
             return False
         reader: Any = self._reader
-        if self.trailing_data != _NOTHING or len(data) >= reader._remaining:
-            return False
-        reader._remaining -= len(data)
+        setattr(reader, self._left, getattr(reader, self._left) - len(data))
         self.num_received += len(data)
+        self._num_framing -= len(data) // _BODY_BYTES_PER_FRAMING_BYTE
         return True
 
     def next_event(self) -> Any:
@@ -101,16 +109,15 @@ class BoundedConnection(h11.Connection):
             self._num_framing -= len(event.data) + len(event.data) // _BODY_BYTES_PER_FRAMING_BYTE
             if self._is_chunked and self._num_framing > _FREE_FRAMING_BYTES:
                 self._refuse(_SMALL_CHUNKS)
-        elif isinstance(event, h11.EndOfMessage):
-            self.has_plain_body = False
         return event
 
     def _check_head(self, head: h11.Request) -> None:
         names = {name for name, _ in head.headers}
         self.is_head = head.method == b"HEAD"
-        self._is_chunked, self.has_plain_body = b"transfer-encoding" in names, b"content-length" in names
+        self._is_chunked = b"transfer-encoding" in names
+        self._left = "_bytes_in_chunk" if self._is_chunked else "_remaining"
         self._num_framing = 0
-        if self._is_chunked and self.has_plain_body:
+        if self._is_chunked and b"content-length" in names:
             self._refuse(_TWO_LENGTHS)
         if head.http_version not in (b"1.0", b"1.1"):
             self._refuse(NO_HTTP)

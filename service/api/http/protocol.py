@@ -24,7 +24,7 @@ from service.api.http_rules import MIN_BYTES_PER_SECOND
 from service.fairness.client_identity import network_of
 from service.logs import LOGGER, REFUSAL_LINES
 
-# Read at a time, hence worked on without a break; bodies of announced length cost little for each byte.
+# Read at a time at most, hence worked on without a break; bytes of announced length cost little each.
 _BODY_READ_BYTES = 1 << 18
 
 _LINGER_SECONDS = 2.0
@@ -171,8 +171,8 @@ class Protocol(H11Protocol):
         if self.conn.their_state is not h11.SEND_BODY:
             self._client = ""
         self._time_head()
-        size = _BODY_READ_BYTES if self.conn.has_plain_body else next_read_bytes(len(data), seconds)
-        cast(Any, self.transport).max_size = size
+        size = self.conn.num_announced + next_read_bytes(len(data), seconds)
+        cast(Any, self.transport).max_size = min(size, _BODY_READ_BYTES)
 
     def handle_events(self) -> None:
         """Handle the bytes that arrived with an earlier, answered request as a read of their own."""

@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 USUAL_SECONDS = 0.0005
 # For each second beyond that, so many seconds until the network's next read.
 PAUSE_PER_SECOND = 16.0
-# Bytes per read of a head or a chunked body: first, least and most. Their cost is unknown at first.
+# Bytes per read of what is not announced, a head or the beginning of a chunk: first, least and most. Their cost is
+# unknown at first.
 FIRST_READ_BYTES, LEAST_READ_BYTES, MOST_READ_BYTES = 1 << 10, 1 << 9, 1 << 12
 _LONG_READ_SECONDS = 2 * USUAL_SECONDS
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import random
 import socket
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from uvicorn.server import ServerState
 
 from service.api.http.connection_limits import ConnectionShares
 from service.api.http.protocol import Protocol
-from service.api.http.read_scheduler import ReadScheduler
+from service.api.http.read_scheduler import MOST_READ_BYTES, ReadScheduler
 from tests.support.limits import LIMIT_SECONDS
 
 
@@ -80,10 +81,23 @@ def test_a_connection_keeps_nothing_of_a_request_and_is_gone_when_it_is_closed()
         gc.enable()
 
 
+def in_chunks(body: bytes, sizes: Sequence[int]) -> bytes:
+    """A chunked body, whose chunks have these sizes in turn."""
+    pieces, at = [], 0
+    for size in itertools.cycle(sizes):
+        piece = body[at : at + size]
+        pieces.append(b"%x\r\n%b\r\n" % (len(piece), piece))
+        at += size
+        if not piece:
+            return b"".join(pieces)
+    raise AssertionError("sizes has none")
+
+
 @pytest.mark.parametrize("is_answered_first", [False, True])
 @pytest.mark.parametrize("expects", [b"", b"Expect: 100-continue\r\n"])
+@pytest.mark.parametrize("chunk_sizes", [(), (65_536,), (300_000, 100, 5_000)])
 def test_bodies_come_whole_however_they_are_cut_and_what_follows_is_the_next_request(
-    is_answered_first: bool, expects: bytes
+    is_answered_first: bool, expects: bytes, chunk_sizes: tuple[int, ...]
 ) -> None:
     """Also those of which nobody wants the rest, since the answer is out."""
     bodies = [random.Random(seed).randbytes(num) for seed, num in enumerate((0, 1, 3_000, 900_000, 65_536, 2_000_000))]
@@ -104,7 +118,11 @@ def test_bodies_come_whole_however_they_are_cut_and_what_follows_is_the_next_req
         server, _ = await started(application)
         reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
         head = b"PUT / HTTP/1.1\r\nHost: x\r\n" + expects
-        sent = b"".join(head + b"Content-Length: %d\r\n\r\n%b" % (len(body), body) for body in bodies)
+        if chunk_sizes:
+            chunked = head + b"Transfer-Encoding: chunked\r\n\r\n"
+            sent = b"".join(chunked + in_chunks(body, chunk_sizes) for body in bodies)
+        else:
+            sent = b"".join(head + b"Content-Length: %d\r\n\r\n%b" % (len(body), body) for body in bodies)
         cuts = random.Random(0)
 
         async def write() -> None:
@@ -128,6 +146,41 @@ def test_bodies_come_whole_however_they_are_cut_and_what_follows_is_the_next_req
         assert all(whole.startswith(part) for part, whole in zip(received, bodies, strict=True))
     else:
         assert received == bodies
+
+
+def test_a_large_chunk_is_read_in_large_pieces_and_small_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small ones cost much for each byte. All of the body has come to this machine before the server reads."""
+    received, num_read = [], list[int]()
+    read = Protocol.data_received
+
+    def noted(connection: Protocol, data: bytes) -> None:
+        num_read.append(len(data))
+        read(connection, data)
+
+    monkeypatch.setattr(Protocol, "data_received", noted)
+
+    async def application(_scope: Any, receive: Callable[..., Any], send: Callable[..., Any]) -> None:
+        message = {"more_body": True}
+        while message["more_body"]:
+            message = await receive()
+            received.append(message["body"])
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def run() -> None:
+        server, server_state = await started(application)
+        client = socket.create_connection(server.sockets[0].getsockname())
+        head = b"PUT / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+        client.sendall(head + in_chunks(bytes(70_000), (50_000, 10, *[10] * 2_000)))
+        while not server_state.total_requests:
+            await asyncio.sleep(0)
+        client.close()
+        server.close()
+
+    asyncio.run(asyncio.wait_for(run(), LIMIT_SECONDS))
+    assert b"".join(received) == bytes(70_000)
+    assert 40_000 < num_read[1] < 50_000 + MOST_READ_BYTES
+    assert max(num_read[2:]) <= MOST_READ_BYTES + 10
 
 
 def test_a_body_that_comes_after_its_answer_keeps_the_connection() -> None:
