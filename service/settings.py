@@ -96,7 +96,13 @@ class Settings(BaseSettings):
     weights: Literal["auto", "bf16", "fp8", "int8", "nf4"] = Field(
         "auto",
         description="how the base's layers are held; auto: as the checkpoint has them; bf16: dequantised; others: "
-        "quantised while they load, which the same directory and adapters serve. Embeddings, head and experts stay",
+        "quantised while they load, which the same directory and adapters serve. Embeddings and head stay",
+    )
+    fp8_activations: bool = Field(
+        False,
+        description="in steps of more than 256 tokens, which prompts bring, round the inputs of float8 weights to "
+        "float8, so that prompts take less time; a token's numbers then depend on the size of its step, and answers on "
+        "what the prefix cache has; LoRA reads inputs as they are; on NVIDIA GPUs alone; see docs/quantised.md",
     )
     on_new_version: Literal["keep", "continue"] = Field(
         "keep",

@@ -1,9 +1,10 @@
 """Products of quantised weights on a GPU, beside bfloat16 ones of cuBLAS: the four projections of an 8B-shaped layer.
 
-    python -m bench.kernels.quantised [--tokens 1,64,8192] [--forms bf16,tiles,fp8,int8,int4,nf4] [--json FILE]
+    python -m bench.kernels.quantised [--tokens 1,64,8192] [--forms bf16,tiles,fp8,fp8-rounded,...] [--json FILE]
     python -m bench.kernels.quantised --sweep [--tokens 64] [--forms fp8,int4,nf4]
 
-"tiles" is bfloat16 by our own kernel. Microseconds of each projection, with windows for so many adapters of rank 16,
+"tiles" is bfloat16 by our own kernel, "rounded" a form with `--fp8-activations`, for many tokens alone; "blocks" have
+a scale for 128 x 128 values each. Microseconds of each projection, with windows for so many adapters of rank 16,
 and milliseconds of 32 layers; the floor is that of the bytes at the rate of a copy. Each row is compared with a plain
 product before it is timed. A sweep prints the best launch configurations of each projection. Whole steps:
 
@@ -34,7 +35,12 @@ PROJECTIONS = {"qkv": (6144, 4096, 3), "o": (4096, 4096, 1), "gate_up": (28672, 
 NUM_LAYERS, RANK, MAX_ADAPTERS = 32, 16, 64
 ADAPTERS = (0, 1, 8, 64)
 # Bits of a weight with its scales, for the floor.
-BITS = {"bf16": 16, "tiles": 16, "fp8": 8, "int8": 8, "int4": 4 + 64 / 128, "nf4": 4 + 32 / 64}
+BITS = {
+    **dict.fromkeys(("bf16", "tiles"), 16.0),
+    **dict.fromkeys(("fp8", "fp8-rounded", "fp8-blocks", "fp8-blocks-rounded", "int8"), 8.0),
+    "int4": 4 + 64 / 128,
+    "nf4": 4 + 32 / 64,
+}
 TOLERANCE = 3e-2
 # Outputs, warps and stages.
 SWEPT = [
@@ -50,8 +56,13 @@ def weight_of(form: str, out_features: int, in_features: int) -> PackedWeight:
     if form in ("bf16", "tiles"):
         values = torch.randn(out_features, in_features, device=DEVICE).bfloat16() * in_features**-0.5
         return ops.pack_weight(values)
-    packed = ops.pack_quantised(quantised(form, out_features, in_features), None, torch.bfloat16)
+    kind = form.removesuffix("-rounded")
+    packed = ops.pack_quantised(quantised(kind, out_features, in_features), None, torch.bfloat16)
     assert packed.tiled is not None, f"{form} is not served here"
+    if kind == form:
+        return packed
+    packed = ops.round_prompts(packed)
+    assert packed.rounds_prompts, f"{form} is not served here"
     return packed
 
 
@@ -61,6 +72,10 @@ def quantised(form: str, out_features: int, in_features: int) -> Quantised:
     if form == "fp8":
         codes = torch.randn(shape, device=DEVICE).to(torch.float8_e4m3fn)
         return Quantised(codes, _scales(shape, in_features, size), None, None, in_features, None)
+    if form == "fp8-blocks":
+        codes = torch.randn(shape, device=DEVICE).to(torch.float8_e4m3fn)
+        scales = _scales((out_features // 128, in_features), 128, size).repeat_interleave(128, 0)
+        return Quantised(codes, scales, None, None, 128, None)
     if form == "int8":
         codes = torch.randint(-127, 128, shape, device=DEVICE, dtype=torch.int8)
         return Quantised(codes, _scales(shape, in_features, size / 64), None, None, in_features, None)
@@ -115,6 +130,8 @@ class Product:
         weight = self.weights[0]
         behind = weight.behind
         assert behind is not None
+        if self.form.endswith("-rounded"):
+            x = rounded_values(x, weight)
         if weight.tiled is None:
             full = behind.data[: self.out_features + window_rows * self.num_slices]
         else:
@@ -136,6 +153,13 @@ def triton_cuda_values(weight: PackedWeight) -> torch.Tensor:
     return torch.cat([triton_cuda.dequantised(weight, at, min(at + step, weight.out_features)).clone() for at in parts])
 
 
+def rounded_values(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+    """The inputs that a product with a weight that rounds prompts multiplies, in float32."""
+    scaled = x.float().unflatten(1, (-1, weight.tiled.weight.group))
+    scales = scaled.abs().amax(-1, keepdim=True) / 448
+    return ((scaled / scales).to(torch.float8_e4m3fn).float() * scales).flatten(1)
+
+
 def as_rows(weight: PackedWeight) -> PackedWeight:
     """A bfloat16 weight as nothing but rows behind codes for no output."""
     behind = weight.behind
@@ -154,13 +178,18 @@ def _num_cores() -> int:
 
 def check_dequantised(form: str) -> None:
     """The kernel's values are the reference's to the bit."""
-    weight = quantised(form, 320, 4096)
+    weight = quantised(form, 384, 4096)
     packed = ops.pack_quantised(weight, None, torch.bfloat16)
     assert torch.equal(triton_cuda_values(packed), dequantise(weight, torch.bfloat16)), f"{form}: other bits"
     x = torch.randn(64, 4096, device=DEVICE).bfloat16()
     whole = ops.linear(x, packed)
     for num_tokens in (1, 16, 33):
         assert torch.equal(ops.linear(x[:num_tokens], packed), whole[:num_tokens]), f"{form}: {num_tokens} tokens"
+
+
+def is_served(form: str, num_tokens: int) -> bool:
+    """Whether the form has a product of its own for so many tokens."""
+    return num_tokens > MAX_TOKENS if form.endswith("-rounded") else form != "tiles" or num_tokens <= MAX_TOKENS
 
 
 def compare(forms: list[str], tokens: list[int], rate: float) -> Iterator[dict[str, Any]]:
@@ -171,19 +200,19 @@ def compare(forms: list[str], tokens: list[int], rate: float) -> Iterator[dict[s
     def warm() -> None:
         for product in (product for of_form in products.values() for product in of_form):
             for num_tokens, lengths in windows.items():
-                if product.form == "tiles" and num_tokens > MAX_TOKENS:
+                if not is_served(product.form, num_tokens):
                     continue
                 for window_rows in (lengths[-1], lengths[0]):  # the workspace grows for the longest
                     product.calls(num_tokens, window_rows)[0]()
 
     warm_up_ahead(warm, "cuda")
     for form in forms:
-        if form not in ("bf16", "tiles"):
+        if form not in ("bf16", "tiles") and not form.endswith("-rounded"):
             check_dequantised(form)
     for num_tokens, lengths in windows.items():
         for window_rows in lengths:
             for form in forms:
-                if form == "tiles" and num_tokens > MAX_TOKENS:
+                if not is_served(form, num_tokens):
                     continue
                 row: dict[str, Any] = {"tokens": num_tokens, "adapters": window_rows // RANK, "form": form}
                 for product in products[form]:

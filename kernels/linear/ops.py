@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -33,6 +33,8 @@ class PackedWeight:
     tiled   of a quantised weight that is held so: what its implementation has beside data; None for others
     rounds_inputs
             products round their inputs to 8 bits for each token
+    rounds_prompts
+            products of many tokens do: see `round_prompts`
     """
 
     data: torch.Tensor
@@ -45,6 +47,7 @@ class PackedWeight:
     behind: RowsBehind | None = None
     tiled: Any = None
     rounds_inputs: bool = False
+    rounds_prompts: bool = False
 
     @property
     def holds_codes(self) -> bool:
@@ -86,6 +89,14 @@ def pack_quantised(weight: Quantised, bias: torch.Tensor | None, dtype: torch.dt
         module.pack_quantised(weight, bias, dtype) if hasattr(module, "pack_quantised") else None
     )
     return packed or pack_weight(dequantise(weight, dtype), bias)
+
+
+def round_prompts(weight: PackedWeight) -> PackedWeight:
+    """The weight, whose products of more tokens than a decode step's kernel takes round their inputs to float8, with
+    scales for each token, and multiply codes by codes; as it was where its implementation has no such product. Rows of
+    A behind it read inputs as they are."""
+    module = _module(weight.implementation)
+    return replace(weight, rounds_prompts=hasattr(module, "can_round") and module.can_round(weight))
 
 
 def append_rows(weight: PackedWeight, num_rows: int, num_slices: int) -> tuple[PackedWeight, torch.Tensor]:

@@ -2,7 +2,8 @@
 
 Codes that the compute dtype holds less their zero points, or their values of a table in that dtype, are multiplied as
 they are, and products scaled; of others the kernel rounds each dequantised weight to the compute dtype. Steps of many
-tokens dequantise some rows at a time into scratch memory, rounded so, and leave the product to cuBLAS.
+tokens dequantise some rows at a time into scratch memory, rounded so, and leave the product to cuBLAS; or, of weights
+that round prompts, they round their inputs to float8, and torch multiplies codes by codes.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.nn import functional
+from torch.nn.functional import ScalingType
 
 from kernels import triton_launch
 from kernels.contract import Contract
@@ -30,7 +33,7 @@ from kernels.linear.triton_cuda_configs import (
     num_splits,
     tiled_codes,
 )
-from kernels.linear.triton_cuda_kernels import dequantise_kernel, quantised_linear_kernel
+from kernels.linear.triton_cuda_kernels import dequantise_kernel, quantised_linear_kernel, round_kernel
 from kernels.platform import in_use
 
 log = logging.getLogger(__name__)
@@ -42,6 +45,8 @@ _SCRATCH_BYTES, _MIN_ROWS, _DEQUANTISED_ROWS = 128 << 20, 256, 32
 # Tiles of one product whose inputs are split.
 _MAX_SPLIT_TILES = 1 << 14
 _FLOAT8 = (8, 9)
+# Of products of codes by codes: torch's multiple of outputs, its group of inputs, and blocks rounded at a time.
+_ROUNDED_OUT, _ROUNDED_GROUP, _ROUNDED_BLOCKS = 16, 128, 32
 
 _scratch, _partials = triton_launch.Workspace(), triton_launch.Workspace()
 
@@ -91,12 +96,14 @@ def linear_window(
 
     config, splits  for tuning
     """
+    if x.shape[0] > MAX_TOKENS and weight.rounds_prompts:
+        return _multiply_rounded(x, weight, num_columns, out)
     if out is None:
         out = torch.empty(x.shape[0], num_columns, dtype=x.dtype, device=x.device)
     if not x.shape[0]:
         return out
     if x.shape[0] > MAX_TOKENS:
-        return _multiply_dequantised(x, weight, num_columns, out)
+        return _multiply_dequantised(x, weight, out)
     tiled: TiledCodes = weight.tiled
     codes = tiled.weight
     chosen = config or config_for(tiled.bits, x.shape[0])
@@ -192,17 +199,19 @@ def warm_up(weights: Sequence[PackedWeight], max_tokens: int, max_window_rows: i
             x = torch.zeros(num_tokens, weight.in_features, dtype=weight.dtype, device=weight.data.device)
             linear_window(x, weight, num_columns, config=config)
         dequantised(weight, 0, min(weight.out_features, _scratch_rows(weight.in_features, weight.dtype)))
+        if weight.rounds_prompts and max_tokens > MAX_TOKENS:
+            linear(x.new_zeros(MAX_TOKENS + 1, weight.in_features), weight)
 
 
 def compiled_count() -> int:
     """Number of compiled variants in this process."""
-    return triton_launch.count_compiled(quantised_linear_kernel, dequantise_kernel)
+    return triton_launch.count_compiled(quantised_linear_kernel, dequantise_kernel, round_kernel)
 
 
 CONTRACT = Contract(warm_up=warm_up, compiled_count=compiled_count, replayable=True)
 
 
-def _multiply_dequantised(x: torch.Tensor, weight: PackedWeight, num_columns: int, out: torch.Tensor) -> torch.Tensor:
+def _multiply_dequantised(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor) -> torch.Tensor:
     """The product by cuBLAS, some rows of the weight at a time."""
     num_rows = _scratch_rows(weight.in_features, weight.dtype)
     for first in range(0, weight.out_features, num_rows):
@@ -212,11 +221,84 @@ def _multiply_dequantised(x: torch.Tensor, weight: PackedWeight, num_columns: in
             torch.mm(x, part.t(), out=out[:, first:last])
         else:
             torch.addmm(weight.bias[first:last], x, part.t(), out=out[:, first:last])
-    if num_columns > weight.out_features:
+    return _multiply_rows(x, weight, out)
+
+
+def _multiply_rows(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor) -> torch.Tensor:
+    """The columns behind the weight's own, if there are any."""
+    if out.shape[1] > weight.out_features:
         assert weight.behind is not None
-        rows = weight.behind.data[: num_columns - weight.out_features]
+        rows = weight.behind.data[: out.shape[1] - weight.out_features]
         torch.mm(x, rows.t(), out=out[:, weight.out_features :])
     return out
+
+
+def can_round(weight: PackedWeight) -> bool:
+    """See `ops.round_prompts`: float8 with a scale for each output, or for its groups of 128 inputs, in bfloat16."""
+    tiled: TiledCodes | None = weight.tiled
+    if tiled is None or tiled.form != "fp8" or weight.dtype != torch.bfloat16 or weight.out_features % _ROUNDED_OUT:
+        return False
+    return tiled.num_groups == 1 or tiled.weight.group == tiled.inputs_of_block == _ROUNDED_GROUP
+
+
+def _multiply_rounded(
+    x: torch.Tensor, weight: PackedWeight, num_columns: int, out: torch.Tensor | None
+) -> torch.Tensor:
+    """The product of inputs in codes with the weight's, some rows of it at a time."""
+    tiled: TiledCodes = weight.tiled
+    codes, by_group = tiled.weight.codes, tiled.num_groups > 1
+    num_blocks, out_features, words = codes.shape
+    recipe = ScalingType.BlockWise1x128 if by_group else ScalingType.RowWise
+    rounded, token_scales = round_inputs(x, tiled)
+    num_rows, parts = _scratch_rows(4 * words * num_blocks, torch.uint8), []
+    for first in range(0, out_features, num_rows):
+        last = min(first + num_rows, out_features)
+        # A tile's bytes keep their order, in which the inputs are too.
+        part = _scratch.take(x.device, 4 * (last - first) * num_blocks * words).view(torch.int32)
+        part.view(last - first, num_blocks, words).copy_(codes[:, first:last].transpose(0, 1))
+        scales = tiled.weight.scales[:, first:last].contiguous()
+        product = functional.scaled_mm(
+            rounded,
+            part.view(torch.float8_e4m3fn).view(last - first, -1).t(),
+            token_scales,
+            recipe,
+            scales.t() if by_group else scales,
+            recipe,
+            bias=None if weight.bias is None else weight.bias[first:last],
+            output_dtype=x.dtype,
+        )
+        parts.append(product)
+    if len(parts) == 1 and out is None and num_columns == out_features:
+        return parts[0]
+    if out is None:
+        out = torch.empty(x.shape[0], num_columns, dtype=x.dtype, device=x.device)
+    torch.cat(parts, dim=1, out=out[:, :out_features])
+    return _multiply_rows(x, weight, out)
+
+
+def round_inputs(x: torch.Tensor, tiled: TiledCodes) -> tuple[torch.Tensor, torch.Tensor]:
+    """(float8 [tokens, blocks * inputs of a block] in the order of the codes' bytes, zeros behind the inputs; float32
+    scales [tokens, 1], or where the codes have groups [tokens, groups], one behind the other by group)."""
+    num_tokens, num_blocks = x.shape[0], tiled.weight.codes.shape[0]
+    size, by_group = tiled.inputs_of_block, tiled.num_groups > 1
+    codes = torch.empty(num_tokens, num_blocks * size, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(tiled.num_groups, num_tokens, dtype=torch.float32, device=x.device)
+    round_kernel[(num_tokens,)](
+        x,
+        codes,
+        scales,
+        num_tokens,
+        x.shape[1],
+        x.stride(0),
+        num_blocks,
+        WORDS=size // 4,
+        SIZE=size,
+        BY_BLOCK=by_group,
+        BLOCKS=min(_ROUNDED_BLOCKS, 1 << (num_blocks - 1).bit_length()),
+        num_warps=8,
+        **launch_options_of(x.device),
+    )
+    return codes, scales.t() if by_group else scales.view(num_tokens, 1)
 
 
 def _converts(device: torch.device, dtype: torch.dtype) -> bool:

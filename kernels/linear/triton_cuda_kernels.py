@@ -1,4 +1,5 @@
-"""Kernels of quantised weights on NVIDIA GPUs: products of decode steps, and dequantisation for products of prompts."""
+"""Kernels of quantised weights on NVIDIA GPUs: products of decode steps, and what products of prompts need before
+them."""
 
 # Triton's functions are untyped.
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, no-redef"
@@ -197,3 +198,48 @@ def dequantise_kernel(
             position = tl.load(order_ptr + position, mask=is_input, other=0)
         out_places = out_ptr + (row - first_row)[:, None].to(tl.int64) * in_features + position[None, :]
         tl.store(out_places, values.to(dtype), mask=mask[:, None] & is_input[None, :])
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def round_kernel(
+    x_ptr,  # [num_tokens, in_features]
+    codes_ptr,  # float8 [num_tokens, blocks * SIZE], each block in the order of a weight's bytes
+    scales_ptr,  # float32 [num_tokens], or [blocks, num_tokens]
+    num_tokens,
+    in_features,
+    x_stride,
+    num_blocks,
+    WORDS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BY_BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+):
+    """Grid (tokens,). A scale for each token, or for each of its blocks, by which the largest input becomes 448."""
+    token = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, SIZE)
+    source = place % 4 * WORDS + place // 4
+    if DEPENDENT_LAUNCH:
+        gdc_wait()
+    scale = tl.full((BLOCKS, 1), 1.0, tl.float32)
+    if not BY_BLOCK:
+        most = tl.zeros((BLOCKS, SIZE), tl.float32)
+        for first in range(0, num_blocks, BLOCKS):
+            position = (first + tl.arange(0, BLOCKS))[:, None] * SIZE + place[None, :]
+            x = tl.load(x_ptr + token * x_stride + position, mask=position < in_features, other=0.0)
+            most = tl.maximum(most, tl.abs(x.to(tl.float32)))
+        largest = tl.max(tl.max(most, axis=1), axis=0)
+        largest = tl.where(largest > 0, largest / 448, 1.0)
+        tl.store(scales_ptr + token, largest)
+        scale = scale * largest
+    for first in range(0, num_blocks, BLOCKS):
+        block = first + tl.arange(0, BLOCKS)
+        position = block[:, None] * SIZE + source[None, :]
+        x = tl.load(x_ptr + token * x_stride + position, mask=position < in_features, other=0.0).to(tl.float32)
+        if BY_BLOCK:
+            largest = tl.max(tl.abs(x), axis=1)
+            largest = tl.where(largest > 0, largest / 448, 1.0)
+            tl.store(scales_ptr + block.to(tl.int64) * num_tokens + token, largest, mask=block < num_blocks)
+            scale = largest[:, None]
+        places = codes_ptr + token * num_blocks * SIZE + block[:, None] * SIZE + place[None, :]
+        tl.store(places, (x / scale).to(codes_ptr.dtype.element_ty), mask=block[:, None] < num_blocks)

@@ -47,12 +47,15 @@ def load_model(
     dtype: str = "auto",
     weights: WeightsKind = "auto",
     device: str = "cpu",
+    rounds_prompts: bool = False,
     open_tensors: OpenTensors = open_checkpoint,
 ) -> LoadedModel:
     """Load the checkpoint in `model_dir`. Raises ModelError with one sentence that names what is wrong with it.
 
     dtype         "float32", "bfloat16", "float16", or "auto": the checkpoint's, but float32 for a float16 one on a CPU
     weights       of layers: "auto": as the checkpoint has them; "bf16": in the model's dtype; else quantised so
+    rounds_prompts
+                  products of prompts round inputs to float8 where weights are: `kernels.linear.ops.round_prompts`
     open_tensors  gives the tensors; config.json is read from `model_dir` in any case
     """
     started = time.monotonic()
@@ -62,7 +65,9 @@ def load_model(
         compute_dtype, reason = choose_dtype(dtype, device, spec, checkpoint)
         found = compare(spec, checkpoint)
         _refuse(found.faults)
-        loading = Weights(checkpoint, spec, layout, compute_dtype, torch.device(device), weights)
+        loading = Weights(
+            checkpoint, spec, layout, compute_dtype, torch.device(device), weights, rounds_prompts=rounds_prompts
+        )
         model = Decoder(loading, spec)
     trim_heap()
     log.info("computing in %s, %s", str(compute_dtype).removeprefix("torch."), reason)
@@ -78,6 +83,8 @@ def load_model(
         rest = loading.num_codes - loading.num_held_codes
         why = f", {rest} dequantised, since this device has no kernel for their codes" if rest else ""
         log.info("quantised weights: %s%s", held, why)
+    if rounds_prompts:
+        _say_rounding(loading)
     return LoadedModel(model, spec, layout, compute_dtype, torch.device(device), loading.num_bytes)
 
 
@@ -98,6 +105,21 @@ def choose_dtype(wanted: str, device: str, spec: ModelSpec, checkpoint: TensorSo
     if stored == "bfloat16" and not has_bfloat16:
         return torch.float16, "since this NPU does not compute in the checkpoint's bfloat16"
     return _DTYPES[stored], "the checkpoint's dtype"
+
+
+def _say_rounding(loading: Weights) -> None:
+    """Raises ModelError where no product rounds."""
+    if not loading.num_rounding:
+        raise ModelError(
+            "--fp8-activations needs weights in float8, with a scale for each output or block of 128 x 128, and "
+            "computation in bfloat16, and no projection has these here: serve without it, or with --weights fp8"
+        )
+    others = len(loading.projections) - loading.num_rounding
+    log.info(
+        "fp8 activations: in steps of many tokens %d projections round their inputs, %d others do not",
+        loading.num_rounding,
+        others,
+    )
 
 
 def _refuse(faults: tuple[str, ...]) -> None:

@@ -129,6 +129,7 @@ def test_a_frame_cut_off_by_death_is_the_end() -> None:
         ({"kv_bytes": 0}, "kv_bytes"),
         ({"row_bytes": -1}, "row_bytes"),
         ({"token_budget": 8, "max_sequences": 9}, "at least max_sequences"),
+        ({"fp8_activations": True, "batch_invariant": True}, "leave out one"),
     ],
 )
 def test_a_configuration_is_checked_when_it_is_made(fields: dict[str, int], word: str) -> None:

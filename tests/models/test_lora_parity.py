@@ -6,12 +6,13 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import transformers
 from peft import PeftModel
 from safetensors.torch import load_file
 
@@ -25,16 +26,19 @@ from service.engine.step.inputs import StepInputs
 from service.engine.step.maps import BASE, ChunkInput, InputLimits, adapter_order
 from service.models.layers.caches import allocate_caches
 from service.models.loader import LoadedModel, load_model
+from tests.support.models.quantised_models import make_quantised_online
 from tests.support.models.tiny_models import (
     FAMILIES,
     LINEAR_MODULES,
     VOCAB_SIZE,
     WITH_EXPERTS,
+    load_oracle,
     make_adapter,
     make_tiny_model,
     make_wrongly_tied_model,
 )
-from tests.tolerances import LOGITS, logits_bounds
+from tests.support.npu.triton_interpreter import multiply_bfloat16, round_floats
+from tests.tolerances import LOGITS, LOGITS_RMS, logits_bounds
 
 EMBEDDINGS = ["embed_tokens", "lm_head"]
 # Per adapter: rank and which of the family's modules it targets.
@@ -83,10 +87,19 @@ class Served:
 
 @torch.inference_mode()
 def peft_logits(
-    model_dir: Path, adapter_dirs: dict[str, Path], prompts: dict[str, list[int]], dtype: torch.dtype
+    model_dir: Path,
+    adapter_dirs: dict[str, Path],
+    prompts: dict[str, list[int]],
+    dtype: torch.dtype,
+    change: Callable[[Any], None] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Logits [tokens, vocabulary] by adapter name; "base" is the model without any."""
-    base = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype).eval()
+    """Logits [tokens, vocabulary] by adapter name; "base" is the model without any.
+
+    change  is done to the base model before
+    """
+    base = load_oracle(model_dir, dtype)
+    if change is not None:
+        change(base)
     logits = {"base": base(torch.tensor([prompts["base"]])).logits[0].float()}
     model: PeftModel | None = None
     for name, directory in adapter_dirs.items():
@@ -126,10 +139,17 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def make_served(
-    family: str, dtype: torch.dtype, make_model: Callable[..., Path], has_windows: bool, root: Path, device: str
+    family: str,
+    dtype: torch.dtype,
+    make_model: Callable[..., Path],
+    has_windows: bool,
+    root: Path,
+    device: str,
+    change: Callable[[Any], None] | None = None,
+    **loading: Any,
 ) -> Served:
     model_dir = make_model(family, root / "model", dtype=dtype)
-    loaded = load_model(model_dir, device=device)
+    loaded = load_model(model_dir, device=device, **loading)
     # PEFT holds the rows of a half-precision model in float32, as we do on a CPU.
     row_dtype = detect(device).row_dtype(dtype)
     rows_behind = loaded.model.rows_behind if has_windows else None
@@ -145,11 +165,12 @@ def make_served(
     tokens = torch.randint(3, VOCAB_SIZE, (PROMPT_TOKENS,), generator=generator).tolist()
     prompts = dict.fromkeys([*TARGETS, "base"], tokens)
     window_rows = pool.rows_end(pool.resident()) if has_windows else 0
-    return Served(loaded, pool, prompts, peft_logits(model_dir, adapter_dirs, prompts, dtype), window_rows)
+    return Served(loaded, pool, prompts, peft_logits(model_dir, adapter_dirs, prompts, dtype, change), window_rows)
 
 
-def assert_equals_peft(served: Served, logits: dict[str, torch.Tensor]) -> None:
-    largest, rms = bounds_of(served)
+def assert_equals_peft(served: Served, logits: dict[str, torch.Tensor], family: str | None = None) -> None:
+    """Within the tolerances of the model's family, or of another."""
+    largest, rms = bounds_of(served) if family is None else logits_bounds(family, served.loaded.dtype)
     for name, expected in served.expected.items():
         torch.testing.assert_close(logits[name], expected, atol=largest, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
         assert (logits[name] - expected).square().mean().sqrt() < rms, name
@@ -234,6 +255,54 @@ def test_a_step_without_adapters_calls_no_lora_op(served: Served) -> None:
     torch.testing.assert_close(logits["base"], served.expected["base"], atol=bounds_of(served)[0], rtol=0)
     run(served, [{"base": 0, "first": 0}])
     assert call_count() > before
+
+
+@pytest.mark.wide
+def test_prompts_of_rounded_inputs_under_adapters(
+    tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With `--fp8-activations`, as PEFT over base layers whose inputs are rounded; few tokens are not."""
+    pytest.importorskip("triton", reason="NOT RUN: Triton is not installed")
+    from kernels.linear import triton_cuda
+
+    if device == "cpu":
+        multiply_bfloat16(monkeypatch)
+        round_floats(monkeypatch)
+    monkeypatch.setattr(triton_cuda, "MAX_TOKENS", 100)
+    make_model, dtype = partial(make_quantised_online, "fp8"), torch.bfloat16
+    with installed(detect(device).with_fallback("linear", "triton_cuda", "as on a GPU")), caplog.at_level("INFO"):
+        loading: dict[str, Any] = {"weights": "fp8", "rounds_prompts": True}
+        served = make_served("llama", dtype, make_model, False, tmp_path, device, change=round_inputs, **loading)
+        assert "12 projections round their inputs, 1 others do not" in caplog.text
+        rounded = run(served, [dict.fromkeys(served.prompts, 0)])
+        exact = run(served, [{"base": 0}])["base"]
+        one = next(part for part in served.loaded.layout.projections if part.name.endswith("down_proj"))
+        a, b = torch.randn(120, one.in_features), torch.randn(120, one.slices[0].out_features)
+        others = (served.loaded, load_model(tmp_path / "model", weights="fp8", device=device))
+        norms = [other.model.delta_squares(one.name, 0, a.to(device), b.to(device), 1.0) for other in others]
+        assert torch.equal(*norms), "magnitudes are of the weights, whatever a prompt's products round"
+    assert_equals_peft(served, rounded, "llama-fp8-activations")
+    for name, logits in rounded.items():
+        assert name == min(served.expected, key=lambda one: distance(logits, served.expected[one]))
+    plain = peft_logits(tmp_path / "model", {}, served.prompts, dtype)["base"]
+    assert distance(exact, plain) < LOGITS_RMS[dtype] < distance(rounded["base"], plain)
+
+
+def distance(one: torch.Tensor, other: torch.Tensor) -> float:
+    return float((one - other).square().mean().sqrt())
+
+
+def round_inputs(base: Any) -> None:
+    """Have the projections of layers read their inputs in float8, with a scale for each token."""
+
+    def rounded(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        values = inputs[0].float()
+        scales = values.abs().amax(-1, keepdim=True) / 448
+        return ((values / scales).to(torch.float8_e4m3fn).float().mul(scales).to(inputs[0].dtype), *inputs[1:])
+
+    for name, module in base.named_modules():
+        if ".layers." in name and isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(rounded)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5_text", "lfm2"])

@@ -15,6 +15,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from kernels.linear.quantised import Quantised, dequantise, quantise
+from kernels.platform import BackendError
+from service.engine.ipc.config import EngineOptions
+from service.engine.startup.build import build_engine
 from service.models.checkpoint.checkpoint import compare, open_checkpoint
 from service.models.families import model_spec
 from service.models.gguf_directory import model_directory
@@ -93,6 +96,15 @@ def test_a_quantised_checkpoint_may_be_held_in_floats(tmp_path: Path, caplog: py
     with caplog.at_level("INFO"):
         assert_parity(model_dir, "cpu", weights="bf16")
     assert "quantised weights" not in caplog.text
+
+
+@pytest.mark.parametrize(("weights", "dtype"), [("nf4", "bfloat16"), ("auto", "bfloat16"), ("fp8", "float32")])
+def test_prompts_are_rounded_where_weights_are_in_float8_alone(weights: Any, dtype: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"--fp8-activations needs weights in float8.* or with --weights fp8"):
+        load_model(make_tiny_model("llama", tmp_path), dtype=dtype, weights=weights, rounds_prompts=True)
+    options = EngineOptions(model_dir=str(tmp_path), store_root=str(tmp_path), device="cpu", fp8_activations=True)
+    with pytest.raises(BackendError, match="served on NVIDIA GPUs alone: serve without it"):
+        build_engine(options)
 
 
 def test_nf4_has_the_bits_of_bitsandbytes() -> None:

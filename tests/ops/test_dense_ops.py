@@ -22,7 +22,7 @@ from kernels.rotary_kv import ops as rotary_kv_ops
 from kernels.rotary_kv.ops import rotary_kv
 from kernels.swiglu import ops as swiglu_ops
 from kernels.swiglu.ops import swiglu
-from tests.support.npu.triton_interpreter import round_bfloat16
+from tests.support.npu.triton_interpreter import round_floats
 from tests.tolerances import OP
 
 pytest.importorskip("triton", reason="NOT RUN: Triton is not installed")
@@ -39,7 +39,7 @@ NUM_BLOCKS, BLOCK_SIZE = 12, 4
 def serving(request: pytest.FixtureRequest, device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The implementation of all ops, in use for the length of a test."""
     if device == "cpu":
-        round_bfloat16(monkeypatch)
+        round_floats(monkeypatch)
     platform = in_use(torch.device(device))
     for op in OPS if request.param != "own" else ():
         platform = platform.with_fallback(op, request.param, "for the test")

@@ -19,7 +19,7 @@ from kernels.linear.quantised import E2M1, Quantised, dequantise
 from kernels.platform import in_use, installed
 from kernels.shapes import ProbeShapes
 from tests.support.engine.replay import Recording
-from tests.support.npu.triton_interpreter import multiply_bfloat16, round_bfloat16
+from tests.support.npu.triton_interpreter import multiply_bfloat16, round_floats
 from tests.support.ops.lora_cases import Case, Step, make_step
 from tests.tolerances import OP
 
@@ -35,7 +35,7 @@ def serving(request: pytest.FixtureRequest, device: str, monkeypatch: pytest.Mon
         pytest.importorskip("triton", reason="Triton is not installed")
         if device == "cpu":
             multiply_bfloat16(monkeypatch)
-            round_bfloat16(monkeypatch)
+            round_floats(monkeypatch)
     platform = in_use(torch.device(device)).with_fallback("experts", request.param, "for the test")
     with installed(platform, torch.device(device).type):
         yield request.param
@@ -177,7 +177,7 @@ def test_experts_of_many_tokens_and_of_none_share_a_launch_of_codes(
     pytest.importorskip("triton", reason="Triton is not installed")
     if device == "cpu":
         multiply_bfloat16(monkeypatch)
-        round_bfloat16(monkeypatch)
+        round_floats(monkeypatch)
     from kernels.experts import triton_cuda
 
     weights = [quantised("mxfp4", 96 + 8 * index, 64, device).rows(slice(96)) for index in range(5)]

@@ -21,7 +21,7 @@ from kernels.gated_delta.ops import gated_delta_decode, gated_delta_prefill, gat
 from kernels.platform import IMPLEMENTATIONS, contract, detect, in_use, installed
 from tests.ops.lora.test_lora_triton import run_compiling
 from tests.support.npu.fake_npu import made_up_npu
-from tests.support.npu.triton_interpreter import multiply_bfloat16, round_bfloat16
+from tests.support.npu.triton_interpreter import multiply_bfloat16, round_floats
 from tests.tolerances import DELTA_STATE_RMS, OP
 
 # num_key_heads, num_value_heads, key_dim, value_dim: shared key heads, and sizes that are no powers of two.
@@ -37,7 +37,7 @@ EPS = 1e-6
 @pytest.fixture(params=["any_device", "triton_cuda"])
 def serving(request: pytest.FixtureRequest, device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     if device == "cpu":
-        round_bfloat16(monkeypatch)
+        round_floats(monkeypatch)
         multiply_bfloat16(monkeypatch)
     platform = in_use(torch.device(device)).with_fallback("gated_delta", request.param, "for the test")
     with installed(platform, torch.device(device).type):
@@ -50,7 +50,7 @@ def serving_blocks(request: pytest.FixtureRequest, device: str, monkeypatch: pyt
     if request.param == "triton_ascend" and device != "cpu":
         pytest.skip("NOT RUN: the kernels for NPUs are interpreted on a CPU")
     if device == "cpu":
-        round_bfloat16(monkeypatch)
+        round_floats(monkeypatch)
         multiply_bfloat16(monkeypatch)
     platform = in_use(torch.device(device)).with_fallback("gated_delta", request.param, "for the test")
     with installed(platform, torch.device(device).type):
@@ -232,7 +232,7 @@ def test_what_the_host_knows_of_the_starts_changes_nothing(
     )  # the tests of the Ascend kernels import this file, without CUDA's Triton
 
     if device == "cpu":
-        round_bfloat16(monkeypatch)
+        round_floats(monkeypatch)
         multiply_bfloat16(monkeypatch)
     lengths = [70, 17, 64]
     inputs = make_inputs((1, 2, 128, 128), sum(lengths), dtype, device)

@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Iterator
 from dataclasses import replace
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from kernels.linear.ops import linear, pack_weight
 from kernels.linear.quantised import Quantised, dequantise
 from kernels.linear.triton_cuda_configs import MAX_TOKENS
 from kernels.platform import detect, installed
-from tests.support.npu.triton_interpreter import multiply_bfloat16, round_bfloat16
+from tests.support.npu.triton_interpreter import multiply_bfloat16, round_floats
 from tests.tolerances import OP
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -148,7 +149,7 @@ def triton_cuda(device: str) -> Iterator[ModuleType]:
     patch = pytest.MonkeyPatch()
     if device == "cpu":
         multiply_bfloat16(patch)
-        round_bfloat16(patch)
+        round_floats(patch)
     platform = detect(device)
     platform = replace(
         platform, implementations={**platform.implementations, "linear": "triton_cuda"}, num_cores=NUM_CORES
@@ -188,6 +189,82 @@ def test_a_quantised_weight_means_its_dequantised_values(
             base = expected_product(x, expected, bias)
             behind = expected_product(x, rows[: 2 * window_rows], None)
             torch.testing.assert_close(out.double(), torch.cat((base, behind), 1), atol=atol, rtol=rtol)
+
+
+def rounded_values(x: torch.Tensor, size: int) -> torch.Tensor:
+    """float32: inputs in float8, with a scale for so many of a token."""
+    grouped = x.float().unflatten(1, (-1, size))
+    scales = grouped.abs().amax(-1, keepdim=True) / 448
+    scales = torch.where(scales > 0, scales, 1.0)
+    return ((grouped / scales).to(torch.float8_e4m3fn).float() * scales).flatten(1)
+
+
+# Outputs, inputs, inputs of a group.
+ROUNDED = {"rows": (48, 208, 208), "rows in parts": (512, 256, 256), "groups": (64, 256, 128)}
+
+
+@pytest.mark.parametrize("name", ROUNDED)
+def test_products_of_many_tokens_round_their_inputs(
+    name: str, triton_cuda: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a token alone, whatever is beside it; rows of A and decode steps read inputs as they are."""
+    out_features, in_features, group = ROUNDED[name]
+    if name == "rows in parts":
+        monkeypatch.setattr(triton_cuda, "_SCRATCH_BYTES", 1)
+    if device == "cpu" and name == "groups":
+        monkeypatch.setattr(torch.nn.functional, "scaled_mm", scaled_mm)
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randn(out_features, in_features, generator=generator).to(torch.float8_e4m3fn)
+    scales = torch.rand(out_features, in_features // group, generator=generator) * in_features**-0.5
+    weight = Quantised(codes, scales, None, None, group, None)
+    bias = torch.randn(out_features, generator=generator).bfloat16().to(device)
+    packed = ops.round_prompts(ops.pack_quantised(weight.to(torch.device(device)), bias, torch.bfloat16))
+    assert packed.rounds_prompts
+    packed, rows = ops.append_rows(packed, num_rows=2, num_slices=2)
+    rows.copy_(torch.randn(rows.shape, generator=generator))
+    x = torch.randn(MAX_TOKENS + 3, in_features + 8, generator=generator).bfloat16().to(device)[:, 8:]
+    x[1], x[2], x[3, 5] = 0, 1e-4 * x[2], torch.nan
+    values, (atol, rtol) = dequantise(weight, torch.float32).to(device), OP[torch.bfloat16]
+    base, behind = expected_product(rounded_values(x, group), values, bias), expected_product(x, rows, None)
+    assert (base - expected_product(x, values, bias)).nan_to_num().abs().max() > 2 * atol, "rounding is not seen"
+    for window_rows in (0, 2):
+        out = linear(x, packed, window_rows=window_rows)
+        expected = torch.cat((base, behind), 1) if window_rows else base
+        torch.testing.assert_close(out.double(), expected, atol=atol, rtol=rtol, equal_nan=True)
+    written = torch.empty(x.shape[0], out_features, dtype=x.dtype, device=device)
+    assert linear(x, packed, out=written).nan_to_num().equal(linear(x, packed).nan_to_num())
+    few = linear(x[:20], packed).double()
+    exact = expected_product(x[:20], dequantise(weight, torch.bfloat16).to(device), bias)
+    torch.testing.assert_close(few, exact, atol=atol, rtol=rtol, equal_nan=True)
+
+
+def scaled_mm(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scales: torch.Tensor,
+    _: object,
+    b_scales: torch.Tensor,
+    *__: object,
+    **more: Any,
+) -> torch.Tensor:
+    """torch's, which has no groups on a CPU."""
+    wide_a, wide_b = (
+        part.float() * scales.repeat_interleave(128, 1) for part, scales in ((a, a_scales), (b.t(), b_scales))
+    )
+    return (wide_a @ wide_b.t() + more["bias"].float()).to(more["output_dtype"])
+
+
+def test_weights_that_round_no_prompts(triton_cuda: ModuleType) -> None:  # noqa: ARG001
+    """Other codes, groups and dtypes, odd numbers of outputs, and what is held in floats."""
+    fp8 = Quantised(torch.zeros(16, 256).to(torch.float8_e4m3fn), torch.ones(16, 1), None, None, 256, None)
+    others = [
+        replace(fp8, codes=fp8.codes.to(torch.int8)),
+        replace(fp8, scales=torch.ones(16, 4), group=64),
+        fp8.rows(slice(15)),
+    ]
+    packed = [ops.pack_quantised(weight, None, torch.bfloat16) for weight in others]
+    packed += [ops.pack_quantised(fp8, None, torch.float16), pack_weight(torch.zeros(16, 256))]
+    assert not any(ops.round_prompts(weight).rounds_prompts for weight in packed)
 
 
 def test_a_narrow_weight_is_split_and_summed_in_one_order(triton_cuda: ModuleType, device: str) -> None:

@@ -17,6 +17,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     store_root                  root of the adapter store
     dtype                       "auto": the checkpoint's (float16 on a CPU: float32)
     weights                     of layers: "auto": as the checkpoint has them; "bf16": dequantised; others: quantised
+    fp8_activations             products of prompts round inputs to float8 where weights are float8; on NVIDIA GPUs
     device                      "cpu", "cuda" or "npu", perhaps with an index: "npu:1"; "auto": the best there is
     prefix_cache                keep keys and values of past requests for those that begin alike; None: on CPUs and
                                 GPUs, not on an NPU
@@ -56,6 +57,7 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
     store_root: str
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     weights: Literal["auto", "bf16", "fp8", "int8", "nf4"] = "auto"
+    fp8_activations: bool = False
     device: str = "auto"
     prefix_cache: bool | None = None
     prefix_cache_scope: Literal["tenant", "server"] = "tenant"
@@ -99,6 +101,11 @@ class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("row_bytes", "side_bytes", "host_tier_bytes", "state_cache_bytes", "prefix_host_bytes"):
             if (getattr(self, name) or 0) < 0:
                 raise ValueError(f"{name} must not be negative.")
+        if self.fp8_activations and self.batch_invariant:
+            raise ValueError(
+                "fp8_activations rounds a prompt's numbers by the size of its step, which batch_invariant rules out: "
+                "leave out one of them."
+            )
         # Each running sequence can then always get its decode token, and one of them a prefill token.
         if self.token_budget and self.max_sequences and self.token_budget < self.max_sequences:
             raise ValueError(

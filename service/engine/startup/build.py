@@ -21,7 +21,7 @@ from adapters.row_plan import EXPERTS_SHARE, non_lora_unit_bytes, row_bytes
 from kernels.batch_invariant.mode import install_batch_invariance, refuse_fallbacks
 from kernels.compile_ahead import warm_up_ahead
 from kernels.lora import MAX_KERNEL_RANK
-from kernels.platform import Platform, detect, find_device, in_use, prepare
+from kernels.platform import BackendError, Platform, detect, find_device, in_use, prepare
 from kernels.probe.isolated import choose_implementations
 from kernels.probe.op_reports import OpReport
 from kernels.probe.probe_process import ProbeProcess
@@ -121,6 +121,8 @@ def build_engine(
     device = find_device(options.device)
     if device != options.device:
         log.info("device: %s, the best that was found (--device names another)", device)
+    if options.fp8_activations and torch.device(device).type != "cuda":
+        raise BackendError("--fp8-activations is served on NVIDIA GPUs alone: serve without it.")
     prepare(device)
     install_batch_invariance(device, wanted=options.batch_invariant)
     # Before the weights are loaded, caches are as large as they can come to be.
@@ -133,6 +135,7 @@ def build_engine(
             dtype=options.dtype,
             weights=options.weights,
             device=device,
+            rounds_prompts=options.fp8_activations,
             open_tensors=open_tensors,
         )
         return loaded, adapters or _host_tier(expected, loaded)

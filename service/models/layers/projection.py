@@ -131,7 +131,7 @@ class Projection:
     @torch.no_grad()
     def rows(self, outputs: torch.Tensor) -> torch.Tensor:
         """float32 [num_outputs, inputs]: these rows of a weight in any layout: the identity is multiplied."""
-        bare = replace(self.weight, bias=None)
+        bare = replace(self.weight, bias=None, rounds_prompts=False)
         parts = [linear(part, bare).float().index_select(1, outputs) for part in _identity(bare)]
         return torch.cat(parts).t()
 
@@ -140,7 +140,7 @@ class Projection:
         """See `adapters.memory.non_lora_pool.BaseFacts`: |w + c B A|^2 = |w|^2 + 2 c B (A w) + c^2 B (A A^T) B^T, row
         by row.
         """
-        bare = replace(self.weight, bias=None)
+        bare = replace(self.weight, bias=None, rounds_prompts=False)
         if self._squares is None:
             self._squares = _squares_of(bare)
         columns = slice(first, first + b.shape[1])

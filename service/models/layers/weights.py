@@ -11,7 +11,7 @@ import torch
 from adapters.layout import BaseLayout
 from kernels.experts import ops as expert_ops
 from kernels.experts.ops import PackedExperts
-from kernels.linear.ops import PackedWeight, pack_quantised, pack_weight
+from kernels.linear.ops import PackedWeight, pack_quantised, pack_weight, round_prompts
 from kernels.linear.quantised import Quantised, dequantise, joined, quantise
 from service.models.checkpoint.checkpoint import TensorSource
 from service.models.layers.projection import Projection
@@ -29,6 +29,7 @@ class Weights:
     projections  linear projections handed out so far, in order
     num_codes, num_held_codes
                  projections and layers of experts whose weights are quantised, and those of them that are held so
+    num_rounding projections whose products of prompts round their inputs
     """
 
     def __init__(
@@ -39,11 +40,15 @@ class Weights:
         dtype: torch.dtype,
         device: torch.device,
         kind: WeightsKind = "auto",
+        *,
+        rounds_prompts: bool = False,
     ) -> None:
         """
         spec    shapes of the tensors
         layout  derived from it
         kind    of projections in layers: as the checkpoint has them, in the dtype, or quantised
+        rounds_prompts
+                see `kernels.linear.ops.round_prompts`
         """
         self._checkpoint = checkpoint
         self._shapes = spec.tensors(checkpoint)
@@ -52,8 +57,9 @@ class Weights:
         self.device = device
         self.num_bytes = 0
         self.projections: list[Projection] = []
-        self.num_codes = self.num_held_codes = 0
+        self.num_codes = self.num_held_codes = self.num_rounding = 0
         self._kind = kind
+        self._rounds_prompts = rounds_prompts
         self._routers = {
             f"{spec.layer_prefix}{index}.{router}.weight"
             for index, layer in enumerate(spec.layers)
@@ -97,6 +103,9 @@ class Weights:
             floats = [dequantise(w, self.dtype) if isinstance(w, Quantised) else w for w in weights]
             return self._pack(name, self._join(floats), bias)
         packed = pack_quantised(codes.to(self.device), bias, self.dtype)
+        if self._rounds_prompts:
+            packed = round_prompts(packed)
+            self.num_rounding += packed.rounds_prompts
         self.num_codes += 1
         self.num_held_codes += packed.holds_codes
         return self._hold(name, packed)

@@ -14,7 +14,7 @@ from kernels.gated_delta.ops import gated_delta_decode, gated_delta_prefill, war
 from kernels.platform import in_use, installed
 from kernels.shapes import ProbeShapes
 from tests.ops.test_gated_delta import Inputs, assert_close, ints, make_decoding, make_inputs, starts_of
-from tests.support.npu.triton_interpreter import round_bfloat16
+from tests.support.npu.triton_interpreter import round_floats
 from tests.tolerances import OP
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -24,7 +24,7 @@ SIZES = [(2, 2, 16, 16), (2, 4, 48, 80), (1, 3, 32, 96), (1, 1, 128, 256)]
 @pytest.fixture(autouse=True)
 def _pretend_npu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Few cores, so that a program has several items."""
-    round_bfloat16(monkeypatch)
+    round_floats(monkeypatch)
     platform = dataclasses.replace(in_use(torch.device("cpu")), num_cores=3)
     with installed(platform.with_fallback("gated_delta", "triton_ascend", "for the test"), "cpu"):
         yield

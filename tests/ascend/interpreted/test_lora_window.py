@@ -15,7 +15,7 @@ from kernels.lora_window import ops
 from kernels.platform import detect, installed
 from tests.ops.lora.test_lora import expected_linear
 from tests.ops.lora.test_lora_window import assert_close, expected_gated, steps, with_h
-from tests.support.npu.triton_interpreter import round_bfloat16
+from tests.support.npu.triton_interpreter import round_floats
 from tests.support.ops.lora_cases import Case, Step, make_step
 
 NUM_VECTOR_CORES = 3
@@ -27,7 +27,7 @@ PHASES = (Phase.explicit, Phase.reuse, Phase.generate)
 @pytest.fixture(autouse=True, scope="module")
 def _pretend_npu() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        round_bfloat16(patch)
+        round_floats(patch)
         patch.setattr(lora, "chip_sizes", lambda _device: (NUM_VECTOR_CORES, UNIFIED_BUFFER_BYTES))
         with installed(detect("cpu").with_fallback("lora_window", "triton_ascend", None)):
             yield

@@ -11,7 +11,7 @@ import torch
 from kernels.platform import in_use, installed
 from kernels.rotary_kv.ops import rotary_kv
 from tests.ops.test_dense_ops import BLOCK_SIZE, angles_of, check_rotary_kv
-from tests.support.npu.triton_interpreter import round_bfloat16
+from tests.support.npu.triton_interpreter import round_floats
 
 NORMED = pytest.mark.parametrize("is_normed", [False, True], ids=["plain", "normed"])
 
@@ -19,7 +19,7 @@ NORMED = pytest.mark.parametrize("is_normed", [False, True], ids=["plain", "norm
 @pytest.fixture(autouse=True)
 def _pretend_npu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Few cores, so that a program has several items, and items of several blocks of heads."""
-    round_bfloat16(monkeypatch)
+    round_floats(monkeypatch)
     platform = replace(in_use(torch.device("cpu")), num_cores=3)
     with installed(platform.with_fallback("rotary_kv", "triton_ascend", "for the test"), "cpu"):
         yield

@@ -40,8 +40,8 @@ def multiply_bfloat16(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InterpreterBuilder, "create_dot", create_dot)
 
 
-def round_bfloat16(patch: pytest.MonkeyPatch) -> None:
-    """The interpreter cuts float32 off where it becomes bfloat16; GPUs round it to the nearest."""
+def round_floats(patch: pytest.MonkeyPatch) -> None:
+    """The interpreter cuts float32 off where it becomes bfloat16 or float8; GPUs round it to the nearest."""
     import numpy as np
     import torch
     from triton.runtime import interpreter
@@ -50,9 +50,10 @@ def round_bfloat16(patch: pytest.MonkeyPatch) -> None:
     original = interpreter._convert_float
 
     def convert_float(values: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
-        if (source, target) != (tl.float32, tl.bfloat16):
-            return original(values, source, target, rounding_mode)
-        rounded = torch.from_numpy(np.ascontiguousarray(values)).to(torch.bfloat16)
-        return rounded.view(torch.int16).numpy().view(np.uint16).reshape(values.shape)
+        if source == tl.float32 and target in (tl.bfloat16, tl.float8e4nv):
+            narrow = torch.bfloat16 if target == tl.bfloat16 else torch.float8_e4m3fn
+            bits = torch.from_numpy(np.ascontiguousarray(values)).to(narrow).view(torch.uint8).numpy()
+            return bits.view(np.dtype(f"uint{8 * narrow.itemsize}")).reshape(values.shape)
+        return original(values, source, target, rounding_mode)
 
     patch.setattr(interpreter, "_convert_float", convert_float)
