@@ -70,8 +70,9 @@ class Protocol(H11Protocol):
         self._shares, self._turns, self._count = shares, turns, count
         self._held = b""  # what came before it was this network's turn
         self._is_reading = False
-        self._network: str | None = None  # None for one that was one too many
-        self._tenant = ""
+        self.network = ""
+        self._is_counted = False  # one that was one too many is not
+        self.tenant = ""
         self._client = ""  # of the body that a trusted proxy sends now
         self._uncharged_seconds = 0.0  # of heads that it sent, beyond what is usual
         self._is_answered = False
@@ -85,8 +86,9 @@ class Protocol(H11Protocol):
         transport.set_write_buffer_limits(high=0)
         cast(Any, transport).max_size = FIRST_READ_BYTES
         self._head_since = self.loop.time()
-        self._network = self._shares.open(self.client[0] if self.client else "")
-        if self._network is None:
+        network = self._shares.open(self.client[0] if self.client else "")
+        self.network, self._is_counted = network or "", network is not None
+        if not self._is_counted:
             self._answer(
                 QueueFull(
                     f"This server has all its {self._shares.most} connections, or you have half of them; close some, "
@@ -102,20 +104,24 @@ class Protocol(H11Protocol):
         # Other references to it: a timer, where the client has reset the connection, and its own application.
         self._unset_keepalive_if_required()
         self.app = self.config.loaded_app
-        if self._network is not None:
-            self._shares.close(self._network, self._tenant)
+        self._end_count()
+
+    def _end_count(self) -> None:
+        if self._is_counted:
+            self._is_counted = False
+            self._shares.close(self.network, self.tenant)
 
     def belong_to(self, tenant: str) -> None:
         """A request of this tenant has come. QueueFull if it has too many connections."""
-        if tenant != self._tenant:
-            self._shares.belong(self._tenant, tenant)
-            self._tenant = tenant
+        if tenant != self.tenant:
+            self._shares.belong(self.tenant, tenant)
+            self.tenant = tenant
 
     async def turn(self, network: str) -> None:
         """Wait until the request whose head has come may be served: of a client behind a trusted proxy, which is of
         this network, as many as one has reads that comes by itself, since heads are read before it is known whose they
         are."""
-        if self._network:
+        if self.network:
             return
         begins = self.loop.create_future()
         is_its_turn = self._turns.take(network, partial(_begin, begins))
@@ -132,12 +138,12 @@ class Protocol(H11Protocol):
     def _owner(self) -> str:
         """The network whose read budget the next read uses, "" for none. A trusted proxy has none: it sends one
         client's body at a time, and the client of a head is unknown before the head is read (`turn`)."""
-        assert self._network is not None
-        return self._network or (self._client if self.conn.their_state is h11.SEND_BODY else "")
+        assert self._is_counted
+        return self.network or (self._client if self.conn.their_state is h11.SEND_BODY else "")
 
     def data_received(self, data: bytes) -> None:
         """A piece of a head or a body."""
-        if self._is_answered or self._network is None:
+        if self._is_answered or not self._is_counted:
             return
         if self._held:  # the application wants more of a body
             self._held += data
@@ -230,11 +236,29 @@ class Protocol(H11Protocol):
         super().resume_writing()
         self._unsent = None
 
+    def on_response_complete(self) -> None:
+        """A request is answered."""
+        super().on_response_complete()
+        if self.timeout_keep_alive_task is not None and self.conn.their_state is h11.IDLE:
+            self._shares.rest(self)
+
+    def _unset_keepalive_if_required(self) -> None:
+        super()._unset_keepalive_if_required()
+        self._shares.wake(self)
+
+    def close_if_idle(self) -> bool:
+        """Close it between two requests, and count it down at once; False if it is closing, or has input. On a busy
+        machine the look at its sockets may be old: what came since is read, and not cut off."""
+        if self.transport.is_closing() or _has_input(self.transport.get_extra_info("socket").fileno()):
+            return False
+        self._unset_keepalive_if_required()
+        self._end_count()
+        self.transport.close()
+        return True
+
     def timeout_keep_alive_handler(self) -> None:
-        """Close a connection without a request. On a busy machine the look at its sockets may be old when a timer
-        runs: what came since is read, and not cut off."""
-        if not self.transport.is_closing() and not _has_input(self.transport.get_extra_info("socket").fileno()):
-            super().timeout_keep_alive_handler()
+        """Close a connection without a request for long."""
+        self.close_if_idle()
 
     def look(self, stall_limit_seconds: float) -> None:
         """End the connection if its client has been too slow for so long."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from service.api.errors import QueueFull
 from service.api.http.connection_limits import ConnectionShares
 from service.api.http.h11_bounds import MAX_HEADERS
 from service.server.serve import make_server
@@ -340,6 +341,63 @@ def test_of_one_address_half_of_them_are_taken() -> None:
         assert (shares.open(others) is not None) == (most < MAX_CONNECTIONS)
 
 
+class Idle:
+    """A connection between two requests."""
+
+    def __init__(self, shares: ConnectionShares, address: str, tenant: str = "", *, has_input: bool = False) -> None:
+        network = shares.open(address)
+        assert network is not None, address
+        self.network, self.tenant, self.has_input, self.is_closed = network, "", has_input, False
+        self._shares = shares
+        if tenant:
+            shares.belong("", tenant)
+            self.tenant = tenant
+        shares.rest(self)
+
+    def close_if_idle(self) -> bool:
+        if not self.has_input:
+            self.is_closed = True
+            self._shares.wake(self)
+            self._shares.close(self.network, self.tenant)
+        return not self.has_input
+
+
+def test_where_a_share_is_full_what_is_idle_longest_is_closed() -> None:
+    shares = ConnectionShares(8)
+    one, two, three, four = "192.0.2.1", "192.0.2.2", "192.0.2.3", "192.0.2.4"
+    kept = [Idle(shares, one, has_input=index == 0) for index in range(4)]
+    assert shares.open(one) is not None
+    assert [idle.is_closed for idle in kept] == [False, True, False, False]
+    shares.wake(kept[2])
+    kept[0].has_input = False
+    shares.wake(kept[0])
+    shares.rest(kept[0])
+    assert shares.open(one) is not None
+    assert [idle.is_closed for idle in kept] == [False, True, False, True]
+    few = [Idle(shares, two), Idle(shares, two), Idle(shares, three), Idle(shares, four)]
+    assert shares.open(one) is not None, "full, and its share is: one of its own is closed"
+    assert kept[0].is_closed
+    assert shares.open(one) is None, "its others are at work"
+    assert shares.open(four) is not None, "the larger network's one that is idle is closed"
+    assert [idle.is_closed for idle in few] == [True, False, False, False]
+    assert shares.open(two) is not None, "its own"
+    assert shares.open(four) is not None, "it has two now, and no other network that has more is idle: its own"
+    assert [idle.is_closed for idle in few] == [True, True, False, True]
+    assert shares.open(four) is None, "a network with fewer keeps its own"
+    assert not few[2].is_closed
+
+
+def test_an_idle_connection_of_a_tenant_is_closed_for_its_next_one() -> None:
+    shares = ConnectionShares(4)
+    kept = [Idle(shares, "192.0.2.1", "a"), Idle(shares, "192.0.2.2", "a"), Idle(shares, "192.0.2.3", "b")]
+    assert shares.open("192.0.2.4") is not None
+    shares.belong("", "a")
+    assert [idle.is_closed for idle in kept] == [True, False, False]
+    shares.wake(kept[1])
+    with pytest.raises(QueueFull):
+        shares.belong("", "a")
+
+
 def test_many_at_once_from_here(server: Server) -> None:
     """As load tests open them: each has its answer."""
     with ExitStack() as opened:
@@ -374,6 +432,10 @@ class Kept:
         self.socket.sendall(
             b"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer " + key.encode() + b"\r\n\r\n"
         )
+        return self.answer()
+
+    def answer(self) -> bytes:
+        """What comes next, with a body of JSON."""
         answer = b""
         while b"\r\n\r\n" not in answer or not answer.endswith(b"}"):
             piece = self.socket.recv(1 << 16)
@@ -384,20 +446,49 @@ class Kept:
 
 def test_a_tenant_has_half_of_the_connections_from_wherever_they_come(guarded: Server) -> None:
     with ExitStack() as stack:
-        kept = [Kept(guarded, f"127.0.0.{2 + index // 2}") for index in range(MAX_CONNECTIONS - 1)]
-        for one in kept:
+
+        def opened(address: str) -> Kept:
+            one = Kept(guarded, address)
             stack.enter_context(closing(one.socket))
-        answers = [statuses(one.ask("one")) for one in kept[: MAX_CONNECTIONS // 2]]
-        assert answers == [[200]] * (MAX_CONNECTIONS // 2)
-        assert statuses(kept[0].ask("one")) == [200]  # one that it has
-        refused = kept[MAX_CONNECTIONS // 2].ask("one")
+            return one
+
+        busy = [opened(f"127.0.0.{2 + index // 2}") for index in range(MAX_CONNECTIONS // 2)]
+        for one in busy:
+            assert statuses(one.ask("one")) == [200]
+            one.socket.sendall(POST + b"Authorization: Bearer one\r\nContent-Length: %d\r\n\r\n{" % len(BODY))
+        one_too_many = opened("127.0.0.7")
+        refused = one_too_many.ask("one")
         assert statuses(refused) == [429]
         assert error_of(refused)["code"] == "queue_full"
-        assert kept[MAX_CONNECTIONS // 2].socket.recv(1) == b"", "it is closed"
-        other = kept[MAX_CONNECTIONS // 2 + 1]
+        assert one_too_many.socket.recv(1) == b"", "it is closed"
+        other = opened("127.0.0.8")
         assert statuses(other.ask("two")) == [200]
-        assert statuses(kept[0].ask("two")) == [200]  # from now on this one is the other's
+        busy[0].socket.sendall(BODY[1:])
+        assert statuses(busy[0].answer()) == [200]
+        assert statuses(busy[0].ask("one")) == [200]  # one that it has
+        assert statuses(busy[0].ask("two")) == [200]  # from now on this one is the other's
         assert statuses(other.ask("one")) == [200]
+
+
+def test_connections_that_are_idle_longest_are_closed_for_new_ones(guarded: Server) -> None:
+    """Of the same tenant where its half is full, of anybody where all are."""
+    with ExitStack() as stack:
+
+        def kept(key: str) -> Kept:
+            one = Kept(guarded, "127.0.0.5")
+            stack.enter_context(closing(one.socket))
+            assert statuses(one.ask(key)) == [200]
+            return one
+
+        ones = [kept("one") for _ in range(MAX_CONNECTIONS // 2)]
+        assert statuses(ones[0].ask("one")) == [200]
+        ones.append(kept("one"))
+        assert ones[1].socket.recv(1) == b"", "the first was asked since"
+        twos = [kept("two") for _ in range(MAX_CONNECTIONS // 2 + 1)]
+        assert twos[0].socket.recv(1) == b""
+        assert statuses(get_from(guarded, "127.0.0.6")) == [200]
+        assert ones[2].socket.recv(1) == b""
+        assert [statuses(one.ask("one")) for one in (ones[0], *ones[3:])] == [[200]] * 3
 
 
 def test_a_trusted_proxy_has_as_many_connections_as_there_are(guarded: Server) -> None:
