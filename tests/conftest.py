@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
 import signal
@@ -14,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests.support import compiled_after_ready, tiers
+from tests.support.npu.triton_interpreter import look_up_once
 from tests.support.on_ray import through_ray
 
 torch.set_num_threads(1)
@@ -80,6 +82,15 @@ def _poisoned_memory() -> Iterator[None]:
         yield
     torch.use_deterministic_algorithms(before[0])
     torch.utils.deterministic.fill_uninitialized_memory = before[1]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _quick_interpreter() -> Iterator[None]:
+    """Triton's interpreter looks nothing up twice in a launch, where kernels run in it."""
+    with pytest.MonkeyPatch.context() as patch:
+        if "TRITON_INTERPRET" in os.environ and importlib.util.find_spec("triton"):
+            look_up_once(patch)
+        yield
 
 
 @pytest.fixture(autouse=True)

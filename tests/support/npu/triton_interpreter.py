@@ -1,9 +1,11 @@
-"""What Triton's interpreter gets wrong, made right for the tests."""
+"""What Triton's interpreter gets wrong or does again and again, made right for the tests."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,6 +22,41 @@ def kernels_wished_for(ops: Iterable[str], patch: pytest.MonkeyPatch) -> Iterato
     with platform.installed(platform.detect("cpu")):
         yield
     platform.forget_detected()
+
+
+def look_up_once(patch: pytest.MonkeyPatch) -> None:
+    """The interpreter replaces all of Triton's language at each call of a function by a kernel, as it did when the
+    kernel was launched, and writes a table of types for each load and cast. That is half of the time of a launch."""
+    from triton.runtime import interpreter
+    from triton.runtime.interpreter import GridExecutor, tl
+
+    replace, launch, numpy_type = interpreter._patch_lang, GridExecutor.__call__, interpreter._get_np_dtype
+    replaced: set[ModuleType] = set()
+    numpy_types: dict[str, Any] = {}
+
+    @functools.cache
+    def languages(function: Callable[..., Any]) -> frozenset[ModuleType]:
+        return frozenset(value for value in function.__globals__.values() if value is tl or value is tl.core)
+
+    def launch_afresh(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        replaced.clear()
+        return launch(executor, *args, **kwargs)
+
+    def replace_once(function: Callable[..., Any]) -> Any:
+        if languages(function) <= replaced:
+            return None
+        replaced.update(languages(function))
+        return replace(function)
+
+    def known_numpy_type(dtype: Any) -> Any:
+        scalar = dtype.scalar  # blocks cannot be hashed
+        if scalar.name not in numpy_types:
+            numpy_types[scalar.name] = numpy_type(scalar)
+        return numpy_types[scalar.name]
+
+    patch.setattr(GridExecutor, "__call__", launch_afresh)
+    patch.setattr(interpreter, "_patch_lang", replace_once)
+    patch.setattr(interpreter, "_get_np_dtype", known_numpy_type)
 
 
 def multiply_bfloat16(patch: pytest.MonkeyPatch) -> None:
