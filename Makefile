@@ -15,6 +15,8 @@ INSTALL := $(PIP) install --quiet --no-build-isolation --constraint constraints.
 # Tests that run: quick, wide (those that quick leaves out) or all.
 TIER ?= quick
 export TIER
+# Tests start some hundreds of servers, which read what the first has compiled whatever the environment says of it.
+unexport PYTHONDONTWRITEBYTECODE
 # A test that hangs fails by its name, far above what any takes on a busy machine, and the others go on.
 PYTEST := $(BIN)/python -m pytest --timeout 900 --tier $(TIER)
 
