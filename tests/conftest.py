@@ -75,12 +75,12 @@ def _poisoned_memory() -> Iterator[None]:
     """
     paths = [str(_POISONED), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch._C._set_deterministic_algorithms(True, warn_only=True)  # see tests/support/poisoned/sitecustomize.py
     torch.utils.deterministic.fill_uninitialized_memory = True
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(paths))
         yield
-    torch.use_deterministic_algorithms(before[0])
+    torch._C._set_deterministic_algorithms(before[0])
     torch.utils.deterministic.fill_uninitialized_memory = before[1]
 
 
