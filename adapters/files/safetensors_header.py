@@ -152,6 +152,13 @@ def header_bytes(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
+def header_of(path: Path) -> bytes:
+    """The bytes that `header_bytes` has made of a file in the store; of a damaged one, whatever is there."""
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        return prefix + file.read(min(int.from_bytes(prefix, "little"), MAX_HEADER_BYTES))
+
+
 def _tensors(text: bytes, data_start: int, any_dtype: bool) -> list[Tensor]:
     """The tensors of a header, in its order."""
     if not text.startswith(b"{"):

@@ -21,7 +21,7 @@ from adapters.files.manifest import AdapterRecord, Manifest
 from adapters.files.memory_files import is_in_memory
 from adapters.files.name_versions import Change, Condition, NameRecord, Quota, Version
 from adapters.files.paths import OWNERLESS, RESERVED, TENSOR_FILE, is_name, separate, without_root
-from adapters.files.safetensors_header import ELEMENT_BYTES, Tensor, read_chunks, read_header, widened
+from adapters.files.safetensors_header import ELEMENT_BYTES, Tensor, header_of, read_chunks, read_header, widened
 from adapters.store.catalog import Catalog
 from adapters.store.transactions import Changes
 from adapters.upload.prepare import Intake
@@ -40,13 +40,13 @@ def have_same_weights(one: Path, one_manifest: Manifest, other: Path, other_mani
     """
     if _structure(one_manifest) != _structure(other_manifest):
         return False
+    if header_of(one / TENSOR_FILE) == header_of(other / TENSOR_FILE):
+        return False  # the values differ, or something else that changes the digest
     tensors, others = read_header(one / TENSOR_FILE), read_header(other / TENSOR_FILE)
     if {name: tensor.shape for name, tensor in tensors.items()} != {
         name: tensor.shape for name, tensor in others.items()
     }:
         return False
-    if all(tensor.dtype == others[name].dtype for name, tensor in tensors.items()):
-        return False  # the values differ, or something else that changes the digest
     return all(
         _are_equal(one / TENSOR_FILE, tensor, other / TENSOR_FILE, others[name]) for name, tensor in tensors.items()
     )
