@@ -19,6 +19,7 @@ requests that `continue`: what both processes hold after each tenth of them.
 from __future__ import annotations
 
 import base64
+import http.client
 import json
 import statistics
 import sys
@@ -34,6 +35,7 @@ from typing import Any
 
 import httpx
 
+from bench.adapters.upload_speed import send
 from bench.arguments import facts_of, load_of, parser_of
 from bench.rounds import forth_and_back
 from bench.shapes import BUNDLED, SHAPES, write_checkpoint
@@ -86,10 +88,8 @@ class Subject:
         return self.http.build_request("POST", "/load_lora_adapter_from_tensors", json=body)
 
     def put(self, request: httpx.Request) -> Any:
-        answer = self.http.send(request)
-        if answer.is_error:
-            raise SystemExit(f"{answer.status_code}: {answer.text}")
-        return answer.json()
+        kind = request.headers["content-type"]
+        return json.loads(send(str(request.url), request.method, request.content, kind))
 
     def ask(self, **fields: Any) -> Any:
         body = {"model": NAME, "prompt": [5, 6, 7], "ignore_eos": True, **fields}
@@ -210,7 +210,7 @@ def versions(subject: Subject, num_versions: int) -> dict[str, Any]:
                 if number % max(num_versions // 10, 1) == 0:
                     held[f"after_{number}"] = subject.held()
                     print(number, held[f"after_{number}"], file=sys.stderr, flush=True)
-        except httpx.TransportError as error:
+        except (httpx.TransportError, http.client.HTTPException, OSError) as error:
             error.add_note(subject.told_by_server())
             raise
         finally:
