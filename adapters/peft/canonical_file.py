@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -58,9 +59,9 @@ class CanonicalForm:
         """The part of the adapter that the digest covers before the tensors' data."""
         return _described(self._binding, text)
 
-    def scan(self, path: Path, described: bytes) -> Scan:
+    def scan(self, described: bytes) -> Scan:
         """The reading of a file in this form for its digest, which begins with `described`."""
-        return Scan(path, described, self._entries, len(self._header))
+        return Scan(described, self._entries, len(self._header))
 
     def digest(self, path: Path, scan: Scan) -> tuple[str, tuple[str, ...]]:
         """The adapter's digest, and warnings, of a scan of its file, which is synced to disk while the rest is read,
@@ -71,42 +72,71 @@ class CanonicalForm:
         settings do not. Raises Malformed for NaN and infinity.
         """
         with nullcontext() if path.is_symlink() else synced_beside(path):
-            scan.finish()
+            scan.finish(path)
         return scan.hash.hexdigest(), tuple(_warnings(self._binding, scan.largest))
 
 
 class Scan:
-    """One reading of a canonical file, as far as it is written.
+    """One reading of a canonical file's tensors, in the order of their bytes.
 
-    steps    reads the next piece of a tensor at each step, and yields the size that the file must have for it. Raises
-             Malformed for NaN and infinity
-    hash     SHA-256 of `described` and of what was read
+    hash     SHA-256 of `described` and of what was taken
     largest  magnitude so far, by tensor
     """
 
-    def __init__(self, path: Path, described: bytes, entries: Sequence[tuple[str, Tensor]], data_start: int) -> None:
+    def __init__(self, described: bytes, entries: Sequence[tuple[str, Tensor]], data_start: int) -> None:
         self.described = described
         self.hash = hashlib.sha256(described)
         self.largest: dict[str, float] = {}
-        self.steps = self._steps(path, entries, data_start)
+        self._tensors = deque(tensor for _, tensor in entries if tensor.num_bytes)
+        self._next_byte = data_start  # of the file
+        self._taken_bytes = 0  # of the first tensor
+        self._element = b""  # which has begun
 
-    def finish(self) -> None:
-        """Read the rest of a file that is whole."""
-        for _ in self.steps:
-            pass
+    @property
+    def is_complete(self) -> bool:
+        """Whether all tensors were taken."""
+        return not self._tensors
 
-    def _steps(self, path: Path, entries: Sequence[tuple[str, Tensor]], data_start: int) -> Iterator[int]:
-        end = data_start
-        for _, tensor in entries:
-            start, end = end, end + tensor.num_bytes
-            chunks, read_bytes = read_chunks(path, replace(tensor, start=start, end=end)), 0
-            while start + read_bytes < end:
-                yield min(start + read_bytes + CHUNK_BYTES, end)
-                chunk = next(chunks)
-                found = _refuse_non_finite(tensor, chunk, read_bytes)
-                self.largest[tensor.name] = max(found, self.largest.get(tensor.name, 0.0))
-                self.hash.update(chunk)
-                read_bytes += len(chunk)
+    def take(self, data: bytes | memoryview) -> None:
+        """Read the next bytes; those behind the last tensor are nobody's. Raises Malformed for NaN and infinity."""
+        rest = memoryview(data)
+        while rest and self._tensors:
+            tensor = self._tensors[0]
+            piece = rest[: min(CHUNK_BYTES, tensor.num_bytes - self._taken_bytes)]
+            rest = rest[len(piece) :]
+            self._look_at(tensor, piece)
+            self.hash.update(piece)
+            self._next_byte += len(piece)
+            self._taken_bytes += len(piece)
+            if self._taken_bytes == tensor.num_bytes:
+                self._tensors.popleft()
+                self._taken_bytes = 0
+
+    def finish(self, path: Path) -> None:
+        """Take the rest from a file that is whole."""
+        while self._tensors:
+            tensor = self._tensors[0]
+            end = self._next_byte + tensor.num_bytes - self._taken_bytes
+            for chunk in read_chunks(path, replace(tensor, start=self._next_byte, end=end)):
+                self.take(chunk)
+
+    def _look_at(self, tensor: Tensor, piece: memoryview) -> None:
+        """Note the largest magnitude; an element may come in two pieces."""
+        first_byte, size = self._taken_bytes - len(self._element), ELEMENT_BYTES[tensor.dtype]
+        if self._element:
+            missing = size - len(self._element)
+            self._element, piece = self._element + piece[:missing], piece[missing:]
+            if len(self._element) < size:
+                return
+            self._note(tensor, self._element, first_byte)
+            first_byte += size
+        whole = len(piece) // size * size
+        self._element = bytes(piece[whole:])
+        self._note(tensor, piece[:whole], first_byte)
+
+    def _note(self, tensor: Tensor, elements: bytes | memoryview, first_byte: int) -> None:
+        found = _refuse_non_finite(tensor, elements, first_byte)
+        self.largest[tensor.name] = max(found, self.largest.get(tensor.name, 0.0))
 
 
 def _warnings(binding: Binding, largest: Mapping[str, float]) -> Iterator[str]:
@@ -174,7 +204,7 @@ def _described(binding: Binding, text: AdapterText) -> bytes:
     return json.dumps(described, separators=(",", ":")).encode() + b"\n"
 
 
-def _refuse_non_finite(tensor: Tensor, chunk: bytes, first_byte: int) -> float:
+def _refuse_non_finite(tensor: Tensor, chunk: bytes | memoryview, first_byte: int) -> float:
     """The largest magnitude among the values; `chunk` begins at a byte of the tensor."""
     import numpy as np
 

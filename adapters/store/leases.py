@@ -13,7 +13,8 @@ import msgspec
 from adapters.files.durable_files import store_faults_are_ours
 from adapters.files.manifest import AdapterRecord, Manifest
 from adapters.files.name_versions import Change, Condition, keep, while_ephemeral
-from adapters.upload.staging import Staging, UploadPart
+from adapters.upload.staging import Staging
+from adapters.upload.staging_bytes import UploadPart
 
 if TYPE_CHECKING:
     from adapters.store.publishing import Publishing

@@ -41,8 +41,8 @@ from adapters.store.shared_log import SharedLog
 from adapters.store.transactions import Changes, Housekeeping
 from adapters.text.vocabulary import BaseText
 from adapters.upload.prepare import Intake
-from adapters.upload.staging import Staging, UploadPart
-from adapters.upload.staging_bytes import Budget, HeldBytes, StagingBytes, StoreLimits
+from adapters.upload.staging import Staging
+from adapters.upload.staging_bytes import Budget, HeldBytes, StagingBytes, StoreLimits, UploadPart
 
 log = logging.getLogger(__name__)
 

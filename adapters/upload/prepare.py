@@ -3,7 +3,7 @@ and the way back, an archive that can be uploaded."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -51,22 +51,28 @@ class Intake:
         self._check_template = check_template
         self._base_text = base_text
 
-    def follow(self, staging: Staging, tensors: Path) -> Iterator[int]:
-        """Bind and digest an upload's tensors as they come: yields the size that their file must have for the next
-        step. Faults, and whatever cannot be known yet, are left to `prepare`."""
+    def follow(self, staging: Staging, tensors: Path, flush: Callable[[], None]) -> Generator[None, bytes, None]:
+        """Bind and digest an upload's tensors as they come: is sent each piece of their file once it is written, which
+        others can read after `flush`. Faults, and whatever cannot be known yet, are left to `prepare`."""
         with suppress(AdapterError, OSError):
-            yield 8
-            with tensors.open("rb") as file:
-                end = 8 + int.from_bytes(file.read(8), "little")
-            if (config := staging.read("config")) is None or end > _MAX_FOLLOWED_HEADER_BYTES:
+            start, end = bytearray(), 8
+            while len(start) < end:
+                start += yield
+                if len(start) >= 8:
+                    end = 8 + int.from_bytes(start[:8], "little")
+                if end > _MAX_FOLLOWED_HEADER_BYTES:
+                    return
+            if (config := staging.read("config")) is None:
                 return
-            yield end
+            flush()
             binding = bind_header(config, tensors, self._layout, is_growing=True)
             binding = binding.with_head_of(staging.read("model_config"), MODEL_CONFIG_FILE)
             form = CanonicalForm(binding)
             if form.is_that_of(tensors):
-                scan = form.scan(tensors, form.described(self._read_text(staging)))
-                yield from scan.steps
+                scan = form.scan(form.described(self._read_text(staging)))
+                scan.take(memoryview(start)[end:])
+                while not scan.is_complete:
+                    scan.take((yield))
                 staging.followed = Followed(binding, scan, form.num_bytes)
 
     def prepare(self, staging: Staging) -> tuple[Manifest, Path]:
@@ -90,7 +96,7 @@ class Intake:
         ready.mkdir()
         form = CanonicalForm(binding)
         target = ready / TENSOR_FILE
-        scan = form.scan(target, form.described(text))
+        scan = form.scan(form.described(text))
         if form.is_that_of(tensors) and tensors.is_symlink() == staging.is_ephemeral:
             tensors.rename(target)
             if followed is not None and followed.scan.described == scan.described:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path, PurePosixPath
-from types import TracebackType
 from typing import IO, NamedTuple
 
-from adapters.errors import Malformed, TooLarge, Unsupported
-from adapters.files.durable_files import begin_sync, store_faults_are_ours
+from adapters.errors import Malformed, Unsupported
+from adapters.files.durable_files import store_faults_are_ours
 from adapters.files.memory_files import MemoryFiles
 from adapters.files.paths import CONFIG_FILE, TENSOR_FILE
 from adapters.files.safetensors_header import join_shards, printable
@@ -18,7 +17,6 @@ from adapters.peft.bound_tensors import Binding
 from adapters.peft.canonical_file import Scan
 from adapters.peft.config import parse_config
 from adapters.text.side_files import (
-    KEPT_BYTES,
     TEMPLATES_FOLDER,
     TOKENIZER_ROLES,
     Role,
@@ -27,69 +25,12 @@ from adapters.text.side_files import (
     template_name,
 )
 from adapters.upload.archives import adapter_folders, unpack
-from adapters.upload.staging_bytes import Budget, HeldBytes, StoreLimits
+from adapters.upload.staging_bytes import Budget, HeldBytes, StoreLimits, UploadPart
 
 COPY_BYTES = 1 << 18
-# Tensors begin to go to disk after so many bytes, while more come.
-_SYNC_BYTES = 4 << 20
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 # Transformers' trainer calls its checkpoints so. What their configurations say matters if they are the adapter.
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
-
-
-class UploadPart:
-    """A file of an upload, open for writing; a context manager. Not thread-safe by itself."""
-
-    def __init__(self, path: Path | None, role: Role, budget: Budget) -> None:
-        """`path` None counts the bytes and keeps nothing."""
-        self._file: IO[bytes] | None = None
-        if path is not None:
-            with store_faults_are_ours():
-                self._file = path.open("wb" if path.is_symlink() else "xb")
-        self.role = role
-        self._syncs = path is not None and not path.is_symlink()
-        self._budget = budget
-        self._num_bytes = self._synced_bytes = 0
-        self._steps: Iterator[int] = iter(())
-        self._wanted_bytes: int | None = None
-
-    def follow(self, steps: Iterator[int]) -> None:
-        """Have the file read while it is written: `steps` yields the size that it must have for the next step."""
-        self._steps, self._wanted_bytes = steps, next(steps, None)
-
-    def write(self, data: bytes) -> int:
-        """Append. Raises TooLarge or StorageFull the moment a limit is passed."""
-        self._budget.receive(len(data))
-        kept_bytes = KEPT_BYTES.get(self.role)
-        before, self._num_bytes = self._num_bytes, self._num_bytes + len(data)
-        if kept_bytes is not None and self._num_bytes > kept_bytes:
-            if self.role not in ("tokenizer", "ignored"):
-                raise TooLarge(f"The {self.role.replace('_', ' ')} file is larger than {kept_bytes} bytes.")
-            data_kept = data[: max(0, kept_bytes - before)]
-        else:
-            data_kept = data
-        if self._file is not None and data_kept:
-            with store_faults_are_ours():
-                self._file.write(data_kept)
-                if self.role == "tensors" and self._syncs and self._num_bytes - self._synced_bytes >= _SYNC_BYTES:
-                    begin_sync(self._file.fileno(), self._synced_bytes, self._num_bytes - self._synced_bytes)
-                    self._synced_bytes = self._num_bytes
-        while self._file is not None and self._wanted_bytes is not None and self._wanted_bytes <= self._num_bytes:
-            with store_faults_are_ours():
-                self._file.flush()
-            self._wanted_bytes = next(self._steps, None)
-        return len(data)
-
-    def close(self) -> None:
-        if self._file is not None:
-            with store_faults_are_ours():
-                self._file.close()
-
-    def __enter__(self) -> UploadPart:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
 
 
 class Followed(NamedTuple):
@@ -100,10 +41,14 @@ class Followed(NamedTuple):
     num_bytes: int
 
 
+# Makes the steps of `UploadPart.follow`, of the file of tensors at a path and what flushes it.
+Follow = Callable[["Staging", Path, Callable[[], None]], Generator[None, bytes, None]]
+
+
 class Staging:
     """The files of one upload, by role, in a directory of their own.
 
-    follow    makes steps (see `UploadPart.follow`) that read the tensors' file of parts while it is written
+    follow    makes steps (see `UploadPart.follow`) for the tensors' file of parts
     followed  what these steps found, once they are through
     memory    where the tensors of an ephemeral version go; None: to the disk
     """
@@ -113,7 +58,7 @@ class Staging:
         directory: Path,
         limits: StoreLimits,
         held: HeldBytes | None = None,
-        follow: Callable[[Staging, Path], Iterator[int]] | None = None,
+        follow: Follow | None = None,
         memory: MemoryFiles | None = None,
     ) -> None:
         directory.mkdir()
@@ -173,7 +118,7 @@ class Staging:
             return self.open(role, part_name)
         part = self.open(role, file_name or part_name)
         if part.role == "tensors" and self._follow is not None:
-            part.follow(self._follow(self, self.files["tensors"]))
+            part.follow(self._follow(self, self.files["tensors"], part.flush))
         return part
 
     def add_directory(self, directory: Path, links_below: Path | None = None) -> None:

@@ -1,18 +1,29 @@
-"""The limits of uploads, and the bytes on the disk of those that are not adapters yet."""
+"""The limits of uploads, the bytes on the disk of those that are not adapters yet, and files that are written within
+them."""
 
 from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
+from typing import IO
 
 from adapters.errors import StagingFull, StorageFull, TooLarge
-from adapters.files.durable_files import store_faults_are_ours
+from adapters.files.durable_files import begin_sync, store_faults_are_ours
 from adapters.quota import ClientQuota
+from adapters.text.side_files import KEPT_BYTES, Role
 
 # Free disk space is asked for again after this many bytes.
 DISK_CHECK_BYTES = 16 << 20
+# Tensors begin to go to disk after so many bytes, while more come.
+_SYNC_BYTES = 4 << 20
+# Pieces of so many bytes are worth a thread's turn.
+_BESIDE_BYTES = 1 << 18
 
 
 class StagingBytes:
@@ -137,3 +148,85 @@ class Budget:
         self._num_files += 1
         if self._num_files > self._limits.max_files:
             raise TooLarge(f"The upload has more than {self._limits.max_files} files.")
+
+
+class UploadPart:
+    """A file of an upload, open for writing; a context manager. Not thread-safe by itself."""
+
+    def __init__(self, path: Path | None, role: Role, budget: Budget) -> None:
+        """`path` None counts the bytes and keeps nothing."""
+        self._file: IO[bytes] | None = None
+        if path is not None:
+            with store_faults_are_ours():
+                self._file = path.open("wb" if path.is_symlink() else "xb")
+        self.role = role
+        self._syncs = path is not None and not path.is_symlink()
+        self._budget = budget
+        self._num_bytes = self._synced_bytes = 0
+        self._steps: Generator[None, bytes, None] | None = None
+        self._beside: ThreadPoolExecutor | None = None
+        self._taken: Future[None] | None = None
+
+    def follow(self, steps: Generator[None, bytes, None]) -> None:
+        """Have each piece sent to `steps` once it is written; a large one in a thread, while the next one comes."""
+        next(steps, None)
+        self._steps = steps
+
+    def write(self, data: bytes) -> int:
+        """Append. Raises TooLarge or StorageFull the moment a limit is passed."""
+        self._budget.receive(len(data))
+        kept_bytes = KEPT_BYTES.get(self.role)
+        before, self._num_bytes = self._num_bytes, self._num_bytes + len(data)
+        if kept_bytes is not None and self._num_bytes > kept_bytes:
+            if self.role not in ("tokenizer", "ignored"):
+                raise TooLarge(f"The {self.role.replace('_', ' ')} file is larger than {kept_bytes} bytes.")
+            data_kept = data[: max(0, kept_bytes - before)]
+        else:
+            data_kept = data
+        if self._file is not None and data_kept:
+            with store_faults_are_ours():
+                self._file.write(data_kept)
+                if self.role == "tensors" and self._syncs and self._num_bytes - self._synced_bytes >= _SYNC_BYTES:
+                    begin_sync(self._file.fileno(), self._synced_bytes, self._num_bytes - self._synced_bytes)
+                    self._synced_bytes = self._num_bytes
+        if self._steps is not None:
+            self._settle()
+            if len(data) < _BESIDE_BYTES:
+                self._take(data)
+            else:
+                self._beside = self._beside or ThreadPoolExecutor(1, "upload-digest")
+                self._taken = self._beside.submit(self._take, data)
+        return len(data)
+
+    def _take(self, data: bytes) -> None:
+        assert self._steps is not None
+        with suppress(StopIteration):
+            self._steps.send(data)
+
+    def _settle(self) -> None:
+        """Wait for the thread. Raises what it has raised."""
+        taken, self._taken = self._taken, None
+        if taken is not None:
+            taken.result()
+
+    def flush(self) -> None:
+        """Have what was written be in the file, for others to read."""
+        if self._file is not None:
+            with store_faults_are_ours():
+                self._file.flush()
+
+    def close(self) -> None:
+        try:
+            self._settle()
+        finally:
+            if self._beside is not None:
+                self._beside.shutdown()
+            if self._file is not None:
+                with store_faults_are_ours():
+                    self._file.close()
+
+    def __enter__(self) -> UploadPart:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()

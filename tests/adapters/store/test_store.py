@@ -1450,6 +1450,13 @@ def test_a_saved_module_that_repeats_the_base_is_no_fault_of_what_is_stored(tmp_
     store.close()
 
 
+@pytest.fixture(params=[1, 1 << 18], ids=["in-a-thread", "at-once"])
+def beside_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces of so many bytes are read beside the writing of the next one."""
+    monkeypatch.setattr(upload_module, "_BESIDE_BYTES", request.param)
+
+
+@pytest.mark.usefixtures("beside_bytes")
 @pytest.mark.parametrize("chunk_bytes", [1, 7, 1000, 1 << 20])
 def test_tensors_are_read_while_they_come_and_not_again(
     chunk_bytes: int, store: AdapterStore, monkeypatch: pytest.MonkeyPatch
@@ -1480,6 +1487,7 @@ def test_the_digest_is_the_same_in_whatever_order_the_files_come(store: AdapterS
     assert len(digests) == 1 and digests != {record.digest}
 
 
+@pytest.mark.usefixtures("beside_bytes")
 @pytest.mark.parametrize("change", [lambda data: data[:-1], lambda data: data + b"x", lambda data: data[:-4] + NAN])
 def test_what_is_wrong_with_the_last_bytes_is_refused(store: AdapterStore, change: Callable[[bytes], bytes]) -> None:
     record, _ = upload_bytes(store, "plain", config_bytes(), safetensors_bytes(good_tensors()))
