@@ -26,6 +26,9 @@ from service.logs import LOGGER, REFUSAL_LINES
 
 # Read at a time at most, hence worked on without a break; bytes of announced length cost little each.
 _BODY_READ_BYTES = 1 << 18
+# The same of an upload, of which there are few at a time (`--max-uploads`): each read costs the loop as much as 100 KB.
+# A block of 1 MiB has pages of its own (`service.models.heap`), which cost more than the read.
+_UPLOAD_READ_BYTES = (1 << 20) - (1 << 12)
 
 _LINGER_SECONDS = 2.0
 
@@ -74,6 +77,7 @@ class Protocol(H11Protocol):
         self._is_counted = False  # one that was one too many is not
         self.tenant = ""
         self._client = ""  # of the body that a trusted proxy sends now
+        self._most_read_bytes = _BODY_READ_BYTES  # of the body that comes now
         self._uncharged_seconds = 0.0  # of heads that it sent, beyond what is usual
         self._is_answered = False
         self._head_since: float | None = None
@@ -134,6 +138,10 @@ class Protocol(H11Protocol):
         """The request whose head has come is this one's, and so are the turns to read its body."""
         self._client = client
 
+    def reads_upload(self) -> None:
+        """The body that comes is an upload that has its place: it is read in larger pieces."""
+        self._most_read_bytes = _UPLOAD_READ_BYTES
+
     @property
     def _owner(self) -> str:
         """The network whose read budget the next read uses, "" for none. A trusted proxy has none: it sends one
@@ -175,10 +183,10 @@ class Protocol(H11Protocol):
         else:
             self._uncharged_seconds += max(0.0, seconds - USUAL_SECONDS)
         if self.conn.their_state is not h11.SEND_BODY:
-            self._client = ""
+            self._client, self._most_read_bytes = "", _BODY_READ_BYTES
         self._time_head()
         size = self.conn.num_announced + next_read_bytes(len(data), seconds)
-        cast(Any, self.transport).max_size = min(size, _BODY_READ_BYTES)
+        cast(Any, self.transport).max_size = min(size, self._most_read_bytes)
 
     def handle_events(self) -> None:
         """Handle the bytes that arrived with an earlier, answered request as a read of their own."""

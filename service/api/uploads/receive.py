@@ -16,7 +16,7 @@ from service.api.uploads.slots import UploadPlace
 
 # The parser is fed at least so much at a time, so that small network reads do not cost a thread switch each. As much
 # again may come while it is written.
-_FEED_BYTES = 1 << 20
+_FEED_BYTES = 1 << 19
 # Pieces of less are joined: each is an object.
 _LONE_BYTES = 1 << 14
 MAX_SILENCE_SECONDS = 60.0
@@ -53,6 +53,8 @@ async def receive_upload(
     what `check_name` raises, and the errors of the store."""
     parts = make_parts(request, check_name, upload)
     feeding = _Feeding(parts, place)
+    if (connection := request.scope.get("multilora.connection")) is not None:  # another HTTP server has none
+        connection.reads_upload()
     try:
         async for chunk in _chunks(request, place, feeding.check):
             await feeding.add(chunk)

@@ -183,6 +183,45 @@ def test_a_large_chunk_is_read_in_large_pieces_and_small_ones_are_not(monkeypatc
     assert max(num_read[2:]) <= MOST_READ_BYTES + 10
 
 
+def test_an_upload_is_read_in_larger_pieces_and_what_follows_is_not() -> None:
+    """Many connections may have a piece each, and few are uploads."""
+    connections: list[Protocol] = []
+    received: list[bytes] = []
+
+    async def application(scope: Any, receive: Callable[..., Any], send: Callable[..., Any]) -> None:
+        if scope["path"] == "/upload":
+            scope["multilora.connection"].reads_upload()
+        message = {"more_body": True}
+        while message["more_body"]:
+            message = await receive()
+            received.append(message["body"])
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"1")]})
+        await send({"type": "http.response.body", "body": b"."})
+
+    async def run() -> list[int]:
+        sizes = []
+        server, _ = await started(application, connections)
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        for path in ("/upload", "/other"):
+            received.clear()
+            writer.write(b"PUT %b HTTP/1.1\r\nHost: x\r\nContent-Length: 5000000\r\n\r\n" % path.encode())
+            for num_bytes in (10, 10):
+                writer.write(bytes(num_bytes))
+                before = sum(map(len, received))
+                while sum(map(len, received)) < before + num_bytes:
+                    await asyncio.sleep(0)
+            transport: Any = connections[0].transport
+            sizes.append(transport.max_size)
+            writer.write(bytes(5_000_000 - 20))
+            await reader.readuntil(b"\r\n\r\n.")
+        writer.close()
+        server.close()
+        return sizes
+
+    of_upload, of_other = asyncio.run(asyncio.wait_for(run(), LIMIT_SECONDS))
+    assert of_upload > 3 * of_other > 3 * MOST_READ_BYTES
+
+
 def test_a_body_that_comes_after_its_answer_keeps_the_connection() -> None:
     """The answer began the wait for the next request; what comes of the body ends it, however it is read."""
     connections: list[Protocol] = []

@@ -26,6 +26,7 @@ class SilentRequest:
     """A client that sends the beginning of a body, and then nothing more."""
 
     headers = {"content-type": "multipart/form-data; boundary=x"}  # noqa: RUF012
+    scope: dict[str, Any] = {}  # noqa: RUF012
 
     async def stream(self) -> AsyncIterator[bytes]:
         yield b'--x\r\nContent-Disposition: form-data; name="adapter_config"\r\n\r\n{'
