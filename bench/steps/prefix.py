@@ -9,6 +9,7 @@ python -m bench.steps.prefix [--device cuda] [--shape 8b] [--requests 64] [--pro
     chats   eight chats of six turns each, over a system prompt of a fifth of --long-prompt, whose template drops all
             but the end of an answer: prompt tokens found, of all and of those that a cache without bounds would find;
             and whether replayed steps give the tokens of eager ones
+    host    with `--engine prefix_host_bytes=BYTES kv_bytes=BYTES`: the prompt of `long` when it has left the device
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ from service.engine.model.graphs import CapturedSteps
 
 NUM_NEW_TOKENS, NUM_SHORT_TOKENS = 64, 128
 NUM_CHATS, NUM_TURNS = 8, 6
+# Of decode, in which blocks are copied to host memory.
+_STEPS_BETWEEN = 48
 # Of a turn: the beginning of its prompt's end, as a template writes it, and of its answer in the next prompt.
 _OPENING = (5, 6, 7)
 
@@ -67,6 +70,15 @@ class Subject:
     def num_states(self) -> tuple[int, int]:
         """Kept now, and at most."""
         return self._warm.engine.lines.num_kept, self._warm.engine.lines.most_kept
+
+    @property
+    def num_host_hit_tokens(self) -> int:
+        return self._warm.engine.cache.counts.host_hit_tokens
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """That the blocks on the device hold at most."""
+        return self._warm.engine.blocks.num_blocks * self.block_size_tokens
 
     @property
     def block_size_tokens(self) -> int:
@@ -148,6 +160,23 @@ def long_prompt(subject: Subject, num_tokens: int, num_rounds: int) -> dict[str,
     }
 
 
+def host(subject: Subject, num_tokens: int, num_rounds: int) -> dict[str, Any]:
+    """Milliseconds until the first token of a prompt that others have driven to host memory, alone on the engine."""
+    times, found = list[float](), list[int]()
+    num_others = subject.num_cached_tokens // num_tokens + 1
+    for number in range(num_rounds + 1):
+        start = subject.prompt(num_tokens - NUM_NEW_TOKENS)
+        subject.first_token_ms(start + subject.prompt(NUM_NEW_TOKENS))
+        for _ in range(num_others):
+            subject.run([subject.prompt(num_tokens)], _STEPS_BETWEEN)
+        before = subject.num_host_hit_tokens
+        ms = subject.first_token_ms(start + subject.prompt(NUM_NEW_TOKENS))
+        if number:
+            times.append(ms)
+            found.append(subject.num_host_hit_tokens - before)
+    return {"first_token_ms": statistics.median(times), "found_on_host": found}
+
+
 def equal(subject: Subject, num_requests: int, num_tokens: int) -> dict[str, Any]:
     prompt = subject.prompt(num_tokens)
     run = subject.run([prompt] * num_requests, 2)
@@ -210,6 +239,7 @@ def main() -> None:
     load = load_of(arguments, long_prompt_tokens=arguments.long_prompt)
     with_cache = replace(load, engine_fields=load.engine_fields | {"prefix_cache": True})
     sides = {"on": Subject(build_warm_engine(with_cache, has_lora=False))}
+    has_host = bool(load.engine_fields.pop("prefix_host_bytes", 0))
     sides["off"] = Subject(build_warm_engine(load, has_lora=False))
     size = arguments.requests, arguments.prompt_tokens, arguments.output_tokens, arguments.rounds
     figures = {
@@ -224,6 +254,8 @@ def main() -> None:
             min(NUM_CHATS, arguments.requests),
         ),
     }
+    if has_host:
+        figures["host"] = host(sides["on"], arguments.long_prompt, arguments.rounds)
     result = facts_of(arguments) | figures
     print(json.dumps(result, indent=1))
     if arguments.json is not None:

@@ -58,7 +58,9 @@ def test_grammars_are_measured_beside_free_answers(tmp_path: Path) -> None:
 
 
 def test_the_prefix_cache_is_measured_beside_an_engine_without_it(tmp_path: Path) -> None:
-    figures = _run("bench.steps.prefix", tmp_path, "--long-prompt", "160")
+    memory = ("--engine", "prefix_host_bytes=16777216", "kv_bytes=400000")
+    figures = _run("bench.steps.prefix", tmp_path, "--long-prompt", "160", *memory)
+    assert min(figures["host"]["found_on_host"]) > 0
     assert None not in figures["cost"].values()
     assert figures["long"]["first_token_ms_found"] > 0
     # Each of the three computes the end of its prompt by itself, which fills no block.
