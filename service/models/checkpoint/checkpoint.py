@@ -69,7 +69,7 @@ class Checkpoint:
         self._by_tail: dict[str, list[str]] = {}
         for name in self._file_of:
             self._by_tail.setdefault(tail_of(_called_now(name)), []).append(name)
-        self._mapped_bytes = 0
+        self._mapped: dict[str, int] = {}
 
     def __contains__(self, name: object, /) -> bool:
         return isinstance(name, str) and (self._stored(name) is not None or bool(self._parts(name)))
@@ -178,9 +178,13 @@ class Checkpoint:
         return Header(header.get_dtype(), tuple(header.get_shape()))
 
     def _read(self, stored: str, file: str) -> torch.Tensor:
-        self._give_back_pages(file)
         tensor: torch.Tensor = self._files[file].get_tensor(stored)
-        self._mapped_bytes += tensor.nbytes
+        if sum(self._mapped.values()) + tensor.nbytes > _MAPPED_BYTES:
+            # Map files anew now and then: the pages of tensors read so far would count as this process's memory.
+            self._files |= {other: _open(self._model_dir, other) for other in (*self._mapped, file)}
+            self._mapped.clear()
+            tensor = self._files[file].get_tensor(stored)
+        self._mapped[file] = self._mapped.get(file, 0) + tensor.nbytes
         return tensor
 
     def _find(self, name: str) -> tuple[str, str]:
@@ -201,12 +205,6 @@ class Checkpoint:
             return name
         others = self._by_tail.get(tail_of(name), [])
         return others[0] if len(others) == 1 else None
-
-    def _give_back_pages(self, file: str) -> None:
-        """Map the file anew now and then: the pages of tensors read so far would count as this process's memory."""
-        if self._mapped_bytes > _MAPPED_BYTES:
-            self._files[file] = _open(self._model_dir, file)
-            self._mapped_bytes = 0
 
 
 @contextmanager
