@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -125,7 +126,7 @@ class Weights:
             for expert in range(1, moe.num_experts):
                 yield self._expert(name, expert) if is_apart else [one[expert] for one in together]
 
-        codes = self._expert_codes(each())
+        codes = self._expert_codes(each(), moe.num_experts)
         if codes is not None:
             return self._hold_experts(expert_ops.pack_quantised(*codes, self.dtype, activation=moe.activation), True)
         if is_apart:
@@ -144,21 +145,21 @@ class Weights:
         return [self._checkpoint.weight(module, self._shapes[module]) for module in modules]
 
     def _expert_codes(
-        self, each: Iterable[Sequence[torch.Tensor | Quantised]]
+        self, each: Iterable[Sequence[torch.Tensor | Quantised]], num_experts: int
     ) -> tuple[list[Quantised], list[Quantised]] | None:
         """Gate and up, and down of each expert; None unless all are stored or wanted in codes of one form.
 
         each  the weights of an expert, whose last one is down
         """
-        gate_up, down = [], []
+        gate_up, down = (_Codes(num_experts, self.device) for _ in range(2))
         for weights in each:
             codes = [code for code in map(self._wanted, weights) if isinstance(code, Quantised)]
             both = joined(codes[:-1])
             if len(codes) < len(weights) or both is None:
                 return None
-            gate_up.append(both.to(self.device))
-            down.append(codes[-1].to(self.device, copy=True))
-        return gate_up, down
+            gate_up.append(both)
+            down.append(codes[-1])
+        return gate_up.weights, down.weights
 
     def _interleaved_experts(self, name: str, moe: MoeSpec) -> PackedExperts:
         """Those of `MoeSpec.interleaved`."""
@@ -168,8 +169,8 @@ class Weights:
             return torch.cat((tensor[:, ::2], tensor[:, 1::2]), dim=1)
 
         names = [f"{name}.{part}" for part in ("gate_up_proj", "down_proj")]
-        first, second = (self._join([self._stored(f"{one}_bias")]) for one in names)
-        of_both: dict[str, Any] = {"biases": (parted(first), second.clone()), "activation": moe.activation}
+        biases = [self._join([self._stored(f"{one}_bias")]).clone() for one in names]
+        of_both: dict[str, Any] = {"biases": (parted(biases[0]), biases[1]), "activation": moe.activation}
         gate_up, down = (self._checkpoint.weight(one, self._shapes[one]) for one in names)
         if isinstance(gate_up, Quantised) and isinstance(down, Quantised) and self._kind != "bf16":
             order = parted(torch.arange(gate_up.out_features).view(moe.num_experts, -1)).flatten()
@@ -179,11 +180,11 @@ class Weights:
         held = zip(names, (gate_up, down), strict=True)
         floats = (self._stored(one) if isinstance(weight, Quantised) else weight for one, weight in held)
         into, back = (self._join([weight]).transpose(1, 2) for weight in floats)
-        into = parted(into)
-        wanted = self._expert_codes(zip(into, back, strict=True))
+        each = ((parted(one[None])[0], other) for one, other in zip(into, back, strict=True))
+        wanted = self._expert_codes(each, moe.num_experts)
         if wanted is not None:
             return self._hold_experts(expert_ops.pack_quantised(*wanted, self.dtype, **of_both), True)
-        return self._hold_experts(expert_ops.pack_experts(into, back.contiguous(), **of_both), False)
+        return self._hold_experts(expert_ops.pack_experts(parted(into), back.contiguous(), **of_both), False)
 
     def _hold_experts(self, packed: PackedExperts, is_quantised: bool) -> PackedExperts:
         self.num_bytes += packed.nbytes
@@ -244,3 +245,27 @@ def _each(weight: Quantised, num_experts: int) -> list[Quantised]:
     """The weight of each expert, of those of all one below the other."""
     size = weight.out_features // num_experts
     return [weight.rows(slice(first, first + size)) for first in range(0, weight.out_features, size)]
+
+
+class _Codes:
+    """Copies of weights of one form, in memory that is taken for all of them when the first comes: blocks that are kept
+    between those that are freed would leave holes, of as many bytes again."""
+
+    def __init__(self, num_weights: int, device: torch.device) -> None:
+        self.weights: list[Quantised] = []
+        self._num_weights, self._device = num_weights, device
+        self._rooms: dict[tuple[object, ...], torch.Tensor] = {}
+
+    def append(self, weight: Quantised) -> None:
+        weight, index = weight.to(self._device), len(self.weights)
+        names = ("codes", "scales", "offsets", "table")
+        parts: dict[str, Any] = {name: self._put(name, getattr(weight, name), index) for name in names}
+        self.weights.append(replace(weight, **parts))
+
+    def _put(self, name: str, part: torch.Tensor | None, index: int) -> torch.Tensor | None:
+        if part is None:
+            return None
+        form = (name, part.shape, part.dtype)
+        if form not in self._rooms:
+            self._rooms[form] = part.new_empty((self._num_weights, *part.shape))
+        return self._rooms[form][index].copy_(part)
