@@ -19,6 +19,7 @@ from service.models.layers.weights import Weights, WeightsKind
 from service.models.layouts import layout_in
 from service.models.spec.config_json import ModelError, read_config
 from service.models.spec.model_spec import ModelSpec
+from service.models.spec.quantisation import quantisation_of
 
 log = logging.getLogger(__name__)
 
@@ -83,6 +84,9 @@ def load_model(
         rest = loading.num_codes - loading.num_held_codes
         why = f", {rest} dequantised, since this device has no kernel for their codes" if rest else ""
         log.info("quantised weights: %s%s", held, why)
+    quantisation = quantisation_of(read_config(model_dir))
+    if quantisation is not None and quantisation.static_inputs:
+        log.info("the checkpoint's scales of activations are left: these are not rounded, or on NPUs by token")
     if rounds_prompts:
         _say_rounding(loading)
     return LoadedModel(model, spec, layout, compute_dtype, torch.device(device), loading.num_bytes)

@@ -328,6 +328,43 @@ def test_descriptions_of_msmodelslim(tmp_path: Path) -> None:
         load_model(model_dir)
 
 
+@pytest.mark.parametrize("deq_dtype", [None, torch.float32, torch.int64], ids=str)
+def test_static_scales_of_activations_are_left_by_name(
+    deq_dtype: torch.dtype | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As compressed-tensors stores them; and as msmodelslim, times a weight's scales, in float32 or as its bits."""
+    model_dir = make_quantised("int8", "llama", tmp_path, num_hidden_layers=2)
+    groups = json.loads((model_dir / "config.json").read_text())["quantization_config"]["config_groups"]
+    groups["group_0"]["input_activations"] = {"num_bits": 8, "dynamic": False, "strategy": "tensor", "symmetric": False}
+    config(config_groups=groups)(model_dir)
+    stored = load_file(model_dir / "model.safetensors")
+    scaled = [name.removesuffix("weight_scale") for name in stored if name.endswith("weight_scale")]
+    for module in scaled:
+        num_outputs = len(stored[f"{module}weight"])
+        stored |= {f"{module}input_scale": torch.tensor([0.125]), f"{module}input_zero_point": torch.tensor([3])}
+        if deq_dtype is not None:
+            deq_scale = stored.pop(f"{module}weight_scale").flatten() * 0.125
+            bits = deq_scale.view(torch.int32).to(deq_dtype) if deq_dtype == torch.int64 else deq_scale
+            del stored[f"{module}input_zero_point"]
+            offset, bias = torch.tensor([3.0]), torch.zeros(num_outputs, dtype=torch.int32)
+            stored |= {f"{module}deq_scale": bits, f"{module}input_offset": offset, f"{module}quant_bias": bias}
+    save_file(stored, model_dir / "model.safetensors")
+    kinds = dict.fromkeys(stored, "W8A8_MIX" if deq_dtype == torch.int64 else "W8A8")
+    if deq_dtype is not None:
+        config()(model_dir)
+        (model_dir / "quant_model_description.json").write_text(json.dumps(kinds))
+    with caplog.at_level("INFO"):
+        assert_parity(model_dir, "cpu")
+    assert "scales of activations are left" in caplog.text and "does not use these tensors" not in caplog.text
+    if deq_dtype is not None:
+        kinds["model.layers.1.input_layernorm.bias"] = "FLOAT"
+        (model_dir / "quant_model_description.json").write_text(json.dumps(kinds))
+        with pytest.raises(
+            ModelError, match=r"layers.1.input_layernorm.bias, .* quantise without anti-outlier, or give"
+        ):
+            load_model(model_dir)
+
+
 def tensor(change: Callable[[torch.Tensor], torch.Tensor | None], suffix: str) -> Callable[[Path], None]:
     """Change one tensor of a module, or leave it out."""
 

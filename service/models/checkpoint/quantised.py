@@ -139,7 +139,7 @@ def _has(name: str, layout: Layout, headers: Mapping[str, Header]) -> bool:
         return False
     if name in ("fp8", "int8"):
         dtype = headers["weight"].dtype
-        has_scale = any(suffix in headers for suffix in ("weight_scale", "weight_scale_inv"))
+        has_scale = any(suffix in headers for suffix in _SCALES)
         return dtype == ("I8" if name == "int8" else "F8_E4M3") and has_scale
     return True
 
@@ -147,15 +147,23 @@ def _has(name: str, layout: Layout, headers: Mapping[str, Header]) -> bool:
 # ---- fp8, int8: codes as they are, and scales per tensor, output, group or block
 
 
+# The last is msmodelslim's of W8A8 without scales of weights: those times the scale of all activations.
+_SCALES = ("weight_scale_inv", "weight_scale", "deq_scale")
+
+
 def _scale_suffix(sizes: Sizes) -> str:
-    return "weight_scale_inv" if "weight_scale_inv" in sizes.headers else "weight_scale"
+    return next((suffix for suffix in _SCALES if suffix in sizes.headers), "weight_scale")
 
 
 def _check_scaled(sizes: Sizes) -> None:
     sizes.need("weight", ("F8_E4M3", "I8"), (sizes.outputs, sizes.inputs))
     sizes.check_bits("weight", 8)
     suffix = _scale_suffix(sizes)
-    sizes.need(suffix, tuple(FLOATS))
+    if suffix == "deq_scale":
+        sizes.need(suffix, ("F32", "I64"), (sizes.outputs,))
+        sizes.need("input_scale", tuple(FLOATS), (1,), ())
+    else:
+        sizes.need(suffix, tuple(FLOATS))
     _block_of(sizes, suffix)
     for offset in ("weight_zero_point", "weight_offset"):
         if offset in sizes.headers:
@@ -196,7 +204,12 @@ def _read_scaled(sizes: Sizes, tensors: Mapping[str, torch.Tensor]) -> Quantised
         values = values.repeat_interleave(rows, 0)[: sizes.outputs]
         return values.repeat_interleave(columns // group, 1)[:, : sizes.inputs // group].contiguous()
 
-    scales = spread(tensors[suffix])
+    stored = tensors[suffix]
+    if suffix == "deq_scale":
+        # Beside float16 the tool writes the bits of float32 as int64, as its operator takes them.
+        bits = stored.view(-1) if stored.dtype == torch.float32 else stored.to(torch.int32).view(torch.float32)
+        stored = bits / tensors["input_scale"].float()
+    scales = spread(stored)
     zeros = next((tensors[name] for name in ("weight_zero_point", "weight_offset") if name in tensors), None)
     offsets = None if zeros is None or not bool(zeros.any()) else -spread(zeros) * scales
     rounds_inputs = sizes.config.method == "msmodelslim"

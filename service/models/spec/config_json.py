@@ -45,12 +45,14 @@ _NUMBERS = (
 
 def read_config(model_dir: Path) -> dict[str, Any]:
     """config.json of a checkpoint; end-of-sequence ids that only generation_config.json names are merged in, and the
-    kinds of tensors that msmodelslim's description has."""
+    kinds of tensors that msmodelslim's description has, and the first bias of a norm in it."""
     config = _read_json(model_dir / "config.json")
     described = sorted(model_dir.glob("quant_model_description*.json"))
     if described and not config.get("quantization_config"):
-        kinds = {str(kind) for tensor, kind in _read_json(described[0]).items() if "." in tensor}
-        config["quantization_config"] = {"quant_method": "msmodelslim", "kinds": sorted(kinds)}
+        tensors = {tensor: str(kind) for tensor, kind in _read_json(described[0]).items() if "." in tensor}
+        bias = next((tensor for tensor in tensors if tensor.endswith(("norm.bias", "norm.module.bias"))), None)
+        kinds = sorted(set(tensors.values()))
+        config["quantization_config"] = {"quant_method": "msmodelslim", "kinds": kinds, "norm_bias": bias}
     if (model_dir / "generation_config.json").is_file():
         generation = _read_json(model_dir / "generation_config.json")
         # Models with a vision tower name them beside text_config, which then counts, or only in it.

@@ -25,6 +25,8 @@ METHODS = (
     "msmodelslim",
 )
 KEYS = ("quantization_config", "compression_config")
+# msmodelslim's, whose activations have one scale; the second has scales of tokens for prompts.
+_STATIC_KINDS = ("W8A8", "W8A8_MIX")
 _HELP = "give the directory of the checkpoint that it was made of, in bfloat16, float16 or float32"
 _AUTO_ROUND = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
 _COMPRESSED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense")
@@ -39,6 +41,8 @@ class Quantisation:
     group       inputs that share a scale, -1 for all; None: whatever the tensors say
     block       (outputs, inputs) that share a scale of fp8; None: the shape of the scales says
     zero_shift  1 where zero points are stored less 1 (GPTQ's first version)
+    static_inputs
+                it was made for activations rounded by scales that it carries
     """
 
     method: str
@@ -47,6 +51,7 @@ class Quantisation:
     group: int | None = None
     block: tuple[int, int] | None = None
     zero_shift: int = 0
+    static_inputs: bool = False
 
 
 def quantisation_of(config: Mapping[str, Any]) -> Quantisation | None:
@@ -87,7 +92,8 @@ def _read(given: Any, key: str) -> Quantisation:
 
 def _fp8(given: Mapping[str, Any]) -> Quantisation:
     _only(given, "fmt", ("e4m3", "float8_e4m3fn", None))
-    return Quantisation(str(given["quant_method"]), ("fp8",), block=_pair(given.get("weight_block_size")))
+    block, is_static = _pair(given.get("weight_block_size")), given.get("activation_scheme") == "static"
+    return Quantisation(str(given["quant_method"]), ("fp8",), block=block, static_inputs=is_static)
 
 
 def _modelopt(given: Mapping[str, Any]) -> Quantisation:
@@ -122,7 +128,10 @@ def _compressed(given: Mapping[str, Any]) -> Quantisation:
         bits.add(int(kind[0]))
         blocks.add(_pair(weights.get("block_structure")))
     block = blocks.pop() if len(blocks) == 1 else None
-    return Quantisation("compressed-tensors", ("fp8", "int8", "packed"), tuple(sorted(bits)), block=block)
+    inputs = (group.get("input_activations") for group in groups.values())
+    is_static = any(isinstance(one, dict) and not one.get("dynamic", False) for one in inputs)
+    layouts = ("fp8", "int8", "packed")
+    return Quantisation("compressed-tensors", layouts, tuple(sorted(bits)), block=block, static_inputs=is_static)
 
 
 def _awq(given: Mapping[str, Any]) -> Quantisation:
@@ -162,9 +171,15 @@ def _mxfp4(given: Mapping[str, Any]) -> Quantisation:  # noqa: ARG001
 
 
 def _msmodelslim(given: Mapping[str, Any]) -> Quantisation:
-    for kind in given.get("kinds", ()):
-        _only({"kind of tensors": kind}, "kind of tensors", ("FLOAT", "W8A8", "W8A8_DYNAMIC"))
-    return Quantisation("msmodelslim", ("int8",))
+    kinds = given.get("kinds", ())
+    for kind in kinds:
+        _only({"kind of tensors": kind}, "kind of tensors", ("FLOAT", *_STATIC_KINDS, "W8A8_DYNAMIC"))
+    if given.get("norm_bias"):
+        raise ModelError(
+            f"quant_model_description names {given['norm_bias']}, by which msmodelslim moves outliers of activations; "
+            f"that is not served: quantise without anti-outlier, or {_HELP}"
+        )
+    return Quantisation("msmodelslim", ("int8",), static_inputs=any(kind in _STATIC_KINDS for kind in kinds))
 
 
 def _gguf(given: Mapping[str, Any]) -> Quantisation:  # noqa: ARG001
