@@ -3,10 +3,10 @@
     python -m bench.kernels.quantised [--tokens 1,64,8192] [--forms bf16,tiles,fp8,fp8-rounded,...] [--json FILE]
     python -m bench.kernels.quantised --sweep [--tokens 64] [--forms fp8,int4,nf4]
 
-"tiles" is bfloat16 by our own kernel, "rounded" a form with `--fp8-activations`, for many tokens alone; "blocks" have
-a scale for 128 x 128 values each. Microseconds of each projection, with windows for so many adapters of rank 16,
-and milliseconds of 32 layers; the floor is that of the bytes at the rate of a copy. Each row is compared with a plain
-product before it is timed. A sweep prints the best launch configurations of each projection. Whole steps:
+"tiles" is bfloat16 by our own kernel, "fp8-rounded" for many tokens alone, with `--fp8-activations`. Microseconds of
+each projection, with windows for so many adapters of rank 16, and milliseconds of 32 layers; the floor is that of the
+bytes at the rate of a copy. Each row is compared with a plain product before it is timed. A
+sweep prints the best launch configurations of each projection. Whole steps:
 
     python -m bench.steps.engine --device cuda --shape 8b --engine weights=fp8
 """
@@ -37,7 +37,7 @@ ADAPTERS = (0, 1, 8, 64)
 # Bits of a weight with its scales, for the floor.
 BITS = {
     **dict.fromkeys(("bf16", "tiles"), 16.0),
-    **dict.fromkeys(("fp8", "fp8-rounded", "fp8-blocks", "fp8-blocks-rounded", "int8"), 8.0),
+    **dict.fromkeys(("fp8", "fp8-rounded", "int8"), 8.0),
     "int4": 4 + 64 / 128,
     "nf4": 4 + 32 / 64,
 }
@@ -58,11 +58,8 @@ def weight_of(form: str, out_features: int, in_features: int) -> PackedWeight:
         return ops.pack_weight(values)
     kind = form.removesuffix("-rounded")
     packed = ops.pack_quantised(quantised(kind, out_features, in_features), None, torch.bfloat16)
-    assert packed.tiled is not None, f"{form} is not served here"
-    if kind == form:
-        return packed
-    packed = ops.round_prompts(packed)
-    assert packed.rounds_prompts, f"{form} is not served here"
+    packed = packed if kind == form else ops.round_prompts(packed)
+    assert packed.tiled is not None and packed.rounds_prompts == (kind != form), f"{form} is not served here"
     return packed
 
 
@@ -72,10 +69,6 @@ def quantised(form: str, out_features: int, in_features: int) -> Quantised:
     if form == "fp8":
         codes = torch.randn(shape, device=DEVICE).to(torch.float8_e4m3fn)
         return Quantised(codes, _scales(shape, in_features, size), None, None, in_features, None)
-    if form == "fp8-blocks":
-        codes = torch.randn(shape, device=DEVICE).to(torch.float8_e4m3fn)
-        scales = _scales((out_features // 128, in_features), 128, size).repeat_interleave(128, 0)
-        return Quantised(codes, scales, None, None, 128, None)
     if form == "int8":
         codes = torch.randint(-127, 128, shape, device=DEVICE, dtype=torch.int8)
         return Quantised(codes, _scales(shape, in_features, size / 64), None, None, in_features, None)
@@ -131,7 +124,7 @@ class Product:
         behind = weight.behind
         assert behind is not None
         if self.form.endswith("-rounded"):
-            x = rounded_values(x, weight)
+            x = rounded_values(x)
         if weight.tiled is None:
             full = behind.data[: self.out_features + window_rows * self.num_slices]
         else:
@@ -153,11 +146,10 @@ def triton_cuda_values(weight: PackedWeight) -> torch.Tensor:
     return torch.cat([triton_cuda.dequantised(weight, at, min(at + step, weight.out_features)).clone() for at in parts])
 
 
-def rounded_values(x: torch.Tensor, weight: PackedWeight) -> torch.Tensor:
+def rounded_values(x: torch.Tensor) -> torch.Tensor:
     """The inputs that a product with a weight that rounds prompts multiplies, in float32."""
-    scaled = x.float().unflatten(1, (-1, weight.tiled.weight.group))
-    scales = scaled.abs().amax(-1, keepdim=True) / 448
-    return ((scaled / scales).to(torch.float8_e4m3fn).float() * scales).flatten(1)
+    scales = x.float().abs().amax(-1, keepdim=True) / 448
+    return (x.float() / scales).to(torch.float8_e4m3fn).float() * scales
 
 
 def as_rows(weight: PackedWeight) -> PackedWeight:
@@ -178,7 +170,7 @@ def _num_cores() -> int:
 
 def check_dequantised(form: str) -> None:
     """The kernel's values are the reference's to the bit."""
-    weight = quantised(form, 384, 4096)
+    weight = quantised(form, 320, 4096)
     packed = ops.pack_quantised(weight, None, torch.bfloat16)
     assert torch.equal(triton_cuda_values(packed), dequantise(weight, torch.bfloat16)), f"{form}: other bits"
     x = torch.randn(64, 4096, device=DEVICE).bfloat16()

@@ -33,7 +33,12 @@ from kernels.linear.triton_cuda_configs import (
     num_splits,
     tiled_codes,
 )
-from kernels.linear.triton_cuda_kernels import dequantise_kernel, quantised_linear_kernel, round_kernel
+from kernels.linear.triton_cuda_kernels import (
+    dequantise_kernel,
+    gather_kernel,
+    quantised_linear_kernel,
+    round_kernel,
+)
 from kernels.platform import in_use
 
 log = logging.getLogger(__name__)
@@ -45,8 +50,8 @@ _SCRATCH_BYTES, _MIN_ROWS, _DEQUANTISED_ROWS = 128 << 20, 256, 32
 # Tiles of one product whose inputs are split.
 _MAX_SPLIT_TILES = 1 << 14
 _FLOAT8 = (8, 9)
-# Of products of codes by codes: torch's multiple of outputs, its group of inputs, and blocks rounded at a time.
-_ROUNDED_OUT, _ROUNDED_GROUP, _ROUNDED_BLOCKS = 16, 128, 32
+# Of products of codes by codes: torch's multiple of outputs, blocks of inputs rounded at a time, and rows of a tile.
+_ROUNDED_OUT, _ROUNDED_BLOCKS, _GATHERED_ROWS = 16, 32, 64
 
 _scratch, _partials = triton_launch.Workspace(), triton_launch.Workspace()
 
@@ -205,7 +210,7 @@ def warm_up(weights: Sequence[PackedWeight], max_tokens: int, max_window_rows: i
 
 def compiled_count() -> int:
     """Number of compiled variants in this process."""
-    return triton_launch.count_compiled(quantised_linear_kernel, dequantise_kernel, round_kernel)
+    return triton_launch.count_compiled(quantised_linear_kernel, dequantise_kernel, gather_kernel, round_kernel)
 
 
 CONTRACT = Contract(warm_up=warm_up, compiled_count=compiled_count, replayable=True)
@@ -234,36 +239,33 @@ def _multiply_rows(x: torch.Tensor, weight: PackedWeight, out: torch.Tensor) -> 
 
 
 def can_round(weight: PackedWeight) -> bool:
-    """See `ops.round_prompts`: float8 with a scale for each output, or for its groups of 128 inputs, in bfloat16."""
+    """See `ops.round_prompts`: float8 with a scale for each output, in bfloat16, the only result of torch's product.
+
+    Of groups of 128 inputs torch's takes numbers of tokens that 4 divides alone, and is little faster than bfloat16's.
+    """
     tiled: TiledCodes | None = weight.tiled
-    if tiled is None or tiled.form != "fp8" or weight.dtype != torch.bfloat16 or weight.out_features % _ROUNDED_OUT:
+    if tiled is None or tiled.form != "fp8" or weight.dtype != torch.bfloat16:
         return False
-    return tiled.num_groups == 1 or tiled.weight.group == tiled.inputs_of_block == _ROUNDED_GROUP
+    return tiled.num_groups == 1 and weight.out_features % _ROUNDED_OUT == 0
 
 
 def _multiply_rounded(
     x: torch.Tensor, weight: PackedWeight, num_columns: int, out: torch.Tensor | None
 ) -> torch.Tensor:
     """The product of inputs in codes with the weight's, some rows of it at a time."""
-    tiled: TiledCodes = weight.tiled
-    codes, by_group = tiled.weight.codes, tiled.num_groups > 1
+    codes, scales = weight.tiled.weight.codes, weight.tiled.weight.scales
     num_blocks, out_features, words = codes.shape
-    recipe = ScalingType.BlockWise1x128 if by_group else ScalingType.RowWise
-    rounded, token_scales = round_inputs(x, tiled)
+    rounded, token_scales = _round_inputs(x, codes)
     num_rows, parts = _scratch_rows(4 * words * num_blocks, torch.uint8), []
     for first in range(0, out_features, num_rows):
         last = min(first + num_rows, out_features)
-        # A tile's bytes keep their order, in which the inputs are too.
-        part = _scratch.take(x.device, 4 * (last - first) * num_blocks * words).view(torch.int32)
-        part.view(last - first, num_blocks, words).copy_(codes[:, first:last].transpose(0, 1))
-        scales = tiled.weight.scales[:, first:last].contiguous()
         product = functional.scaled_mm(
             rounded,
-            part.view(torch.float8_e4m3fn).view(last - first, -1).t(),
+            _gathered(codes, first, last).t(),
             token_scales,
-            recipe,
-            scales.t() if by_group else scales,
-            recipe,
+            ScalingType.RowWise,
+            scales[:, first:last].contiguous(),
+            ScalingType.RowWise,
             bias=None if weight.bias is None else weight.bias[first:last],
             output_dtype=x.dtype,
         )
@@ -276,29 +278,44 @@ def _multiply_rounded(
     return _multiply_rows(x, weight, out)
 
 
-def round_inputs(x: torch.Tensor, tiled: TiledCodes) -> tuple[torch.Tensor, torch.Tensor]:
-    """(float8 [tokens, blocks * inputs of a block] in the order of the codes' bytes, zeros behind the inputs; float32
-    scales [tokens, 1], or where the codes have groups [tokens, groups], one behind the other by group)."""
-    num_tokens, num_blocks = x.shape[0], tiled.weight.codes.shape[0]
-    size, by_group = tiled.inputs_of_block, tiled.num_groups > 1
-    codes = torch.empty(num_tokens, num_blocks * size, dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty(tiled.num_groups, num_tokens, dtype=torch.float32, device=x.device)
+def _gathered(codes: torch.Tensor, first: int, last: int) -> torch.Tensor:
+    """float8 [last - first, inputs of the blocks] in the scratch memory: the bytes of a block keep their order."""
+    num_blocks, out_features, words = codes.shape
+    out = _scratch.take(codes.device, 4 * (last - first) * num_blocks * words)
+    gather_kernel[(-(-(last - first) // _GATHERED_ROWS), num_blocks)](
+        out.view(torch.int32),
+        codes,
+        first,
+        last,
+        out_features,
+        num_blocks,
+        WORDS=words,
+        BLOCK_OUT=_GATHERED_ROWS,
+        num_warps=4,
+        **launch_options_of(codes.device),
+    )
+    return out.view(torch.float8_e4m3fn).view(last - first, -1)
+
+
+def _round_inputs(x: torch.Tensor, codes: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(float8 [tokens, inputs of the blocks] in the order of the codes' bytes, zeros behind the inputs; float32 scales
+    [tokens, 1])."""
+    num_tokens, (num_blocks, _, words) = x.shape[0], codes.shape
+    rounded = torch.empty(num_tokens, num_blocks * 4 * words, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(num_tokens, 1, dtype=torch.float32, device=x.device)
     round_kernel[(num_tokens,)](
         x,
-        codes,
+        rounded,
         scales,
-        num_tokens,
         x.shape[1],
         x.stride(0),
         num_blocks,
-        WORDS=size // 4,
-        SIZE=size,
-        BY_BLOCK=by_group,
+        WORDS=words,
         BLOCKS=min(_ROUNDED_BLOCKS, 1 << (num_blocks - 1).bit_length()),
         num_warps=8,
         **launch_options_of(x.device),
     )
-    return codes, scales.t() if by_group else scales.view(num_tokens, 1)
+    return rounded, scales
 
 
 def _converts(device: torch.device, dtype: torch.dtype) -> bool:

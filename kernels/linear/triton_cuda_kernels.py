@@ -200,46 +200,57 @@ def dequantise_kernel(
         tl.store(out_places, values.to(dtype), mask=mask[:, None] & is_input[None, :])
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
+@triton.jit(do_not_specialize=["first_row", "last_row"])
+def gather_kernel(
+    out_ptr,  # int32 [last_row - first_row, blocks * WORDS]
+    codes_ptr,  # int32 [blocks, out_features, WORDS]
+    first_row,
+    last_row,
+    out_features,
+    num_blocks,
+    WORDS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+):
+    """Grid (tiles of rows, blocks of the inputs)."""
+    row = first_row + tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    mask = (row < last_row)[:, None]
+    block, word = tl.program_id(1).to(tl.int64), tl.arange(0, WORDS)[None, :]
+    if DEPENDENT_LAUNCH:
+        gdc_wait()
+    words = tl.load(codes_ptr + (block * out_features + row[:, None]) * WORDS + word, mask=mask, other=0)
+    places = ((row - first_row)[:, None].to(tl.int64) * num_blocks + block) * WORDS + word
+    tl.store(out_ptr + places, words, mask=mask)
+
+
+@triton.jit
 def round_kernel(
     x_ptr,  # [num_tokens, in_features]
-    codes_ptr,  # float8 [num_tokens, blocks * SIZE], each block in the order of a weight's bytes
-    scales_ptr,  # float32 [num_tokens], or [blocks, num_tokens]
-    num_tokens,
+    codes_ptr,  # float8 [num_tokens, blocks * 4 * WORDS], each block in the order of a weight's bytes
+    scales_ptr,  # float32 [num_tokens]
     in_features,
     x_stride,
     num_blocks,
     WORDS: tl.constexpr,
-    SIZE: tl.constexpr,
-    BY_BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
     DEPENDENT_LAUNCH: tl.constexpr,
 ):
-    """Grid (tokens,). A scale for each token, or for each of its blocks, by which the largest input becomes 448."""
+    """Grid (tokens,). A scale for each token, by which its largest input becomes 448."""
+    SIZE: tl.constexpr = 4 * WORDS
     token = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, SIZE)
-    source = place % 4 * WORDS + place // 4
+    place = tl.arange(0, BLOCKS * SIZE)
     if DEPENDENT_LAUNCH:
         gdc_wait()
-    scale = tl.full((BLOCKS, 1), 1.0, tl.float32)
-    if not BY_BLOCK:
-        most = tl.zeros((BLOCKS, SIZE), tl.float32)
-        for first in range(0, num_blocks, BLOCKS):
-            position = (first + tl.arange(0, BLOCKS))[:, None] * SIZE + place[None, :]
-            x = tl.load(x_ptr + token * x_stride + position, mask=position < in_features, other=0.0)
-            most = tl.maximum(most, tl.abs(x.to(tl.float32)))
-        largest = tl.max(tl.max(most, axis=1), axis=0)
-        largest = tl.where(largest > 0, largest / 448, 1.0)
-        tl.store(scales_ptr + token, largest)
-        scale = scale * largest
-    for first in range(0, num_blocks, BLOCKS):
-        block = first + tl.arange(0, BLOCKS)
-        position = block[:, None] * SIZE + source[None, :]
-        x = tl.load(x_ptr + token * x_stride + position, mask=position < in_features, other=0.0).to(tl.float32)
-        if BY_BLOCK:
-            largest = tl.max(tl.abs(x), axis=1)
-            largest = tl.where(largest > 0, largest / 448, 1.0)
-            tl.store(scales_ptr + block.to(tl.int64) * num_tokens + token, largest, mask=block < num_blocks)
-            scale = largest[:, None]
-        places = codes_ptr + token * num_blocks * SIZE + block[:, None] * SIZE + place[None, :]
-        tl.store(places, (x / scale).to(codes_ptr.dtype.element_ty), mask=block[:, None] < num_blocks)
+    most = tl.zeros((BLOCKS * SIZE,), tl.float32)
+    for first in range(0, num_blocks * SIZE, BLOCKS * SIZE):
+        x = tl.load(x_ptr + token * x_stride + first + place, mask=first + place < in_features, other=0.0)
+        most = tl.maximum(most, tl.abs(x.to(tl.float32)))
+    largest = tl.max(most, axis=0)
+    scale = tl.where(largest > 0, largest / 448, 1.0)
+    tl.store(scales_ptr + token, scale)
+    for first in range(0, num_blocks * SIZE, BLOCKS * SIZE):
+        x = tl.load(x_ptr + token * x_stride + first + place, mask=first + place < in_features, other=0.0)
+        codes = (x.to(tl.float32) / scale).to(codes_ptr.dtype.element_ty)
+        codes = codes.reshape(BLOCKS, 4, WORDS).permute(0, 2, 1).reshape(BLOCKS * SIZE)
+        places = codes_ptr + token * num_blocks * SIZE + first + place
+        tl.store(places, codes, mask=first + place < num_blocks * SIZE)

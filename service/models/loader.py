@@ -115,7 +115,7 @@ def _say_rounding(loading: Weights) -> None:
     """Raises ModelError where no product rounds."""
     if not loading.num_rounding:
         raise ModelError(
-            "--fp8-activations needs weights in float8, with a scale for each output or block of 128 x 128, and "
+            "--fp8-activations needs weights in float8 with a scale for each output, not for blocks, and "
             "computation in bfloat16, and no projection has these here: serve without it, or with --weights fp8"
         )
     others = len(loading.projections) - loading.num_rounding

@@ -6,7 +6,6 @@ import importlib
 from collections.abc import Iterator
 from dataclasses import replace
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -191,16 +190,15 @@ def test_a_quantised_weight_means_its_dequantised_values(
             torch.testing.assert_close(out.double(), torch.cat((base, behind), 1), atol=atol, rtol=rtol)
 
 
-def rounded_values(x: torch.Tensor, size: int) -> torch.Tensor:
-    """float32: inputs in float8, with a scale for so many of a token."""
-    grouped = x.float().unflatten(1, (-1, size))
-    scales = grouped.abs().amax(-1, keepdim=True) / 448
+def rounded_values(x: torch.Tensor) -> torch.Tensor:
+    """float32: inputs in float8, with a scale for each token."""
+    scales = x.float().abs().amax(-1, keepdim=True) / 448
     scales = torch.where(scales > 0, scales, 1.0)
-    return ((grouped / scales).to(torch.float8_e4m3fn).float() * scales).flatten(1)
+    return (x.float() / scales).to(torch.float8_e4m3fn).float() * scales
 
 
-# Outputs, inputs, inputs of a group.
-ROUNDED = {"rows": (48, 208, 208), "rows in parts": (512, 256, 256), "groups": (64, 256, 128)}
+# Outputs and inputs.
+ROUNDED = {"odd": (48, 208), "in parts": (512, 256)}
 
 
 @pytest.mark.parametrize("name", ROUNDED)
@@ -208,15 +206,13 @@ def test_products_of_many_tokens_round_their_inputs(
     name: str, triton_cuda: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a token alone, whatever is beside it; rows of A and decode steps read inputs as they are."""
-    out_features, in_features, group = ROUNDED[name]
-    if name == "rows in parts":
+    out_features, in_features = ROUNDED[name]
+    if name == "in parts":
         monkeypatch.setattr(triton_cuda, "_SCRATCH_BYTES", 1)
-    if device == "cpu" and name == "groups":
-        monkeypatch.setattr(torch.nn.functional, "scaled_mm", scaled_mm)
     generator = torch.Generator().manual_seed(0)
     codes = torch.randn(out_features, in_features, generator=generator).to(torch.float8_e4m3fn)
-    scales = torch.rand(out_features, in_features // group, generator=generator) * in_features**-0.5
-    weight = Quantised(codes, scales, None, None, group, None)
+    scales = torch.rand(out_features, 1, generator=generator) * in_features**-0.5
+    weight = Quantised(codes, scales, None, None, in_features, None)
     bias = torch.randn(out_features, generator=generator).bfloat16().to(device)
     packed = ops.round_prompts(ops.pack_quantised(weight.to(torch.device(device)), bias, torch.bfloat16))
     assert packed.rounds_prompts
@@ -225,7 +221,7 @@ def test_products_of_many_tokens_round_their_inputs(
     x = torch.randn(MAX_TOKENS + 3, in_features + 8, generator=generator).bfloat16().to(device)[:, 8:]
     x[1], x[2], x[3, 5] = 0, 1e-4 * x[2], torch.nan
     values, (atol, rtol) = dequantise(weight, torch.float32).to(device), OP[torch.bfloat16]
-    base, behind = expected_product(rounded_values(x, group), values, bias), expected_product(x, rows, None)
+    base, behind = expected_product(rounded_values(x), values, bias), expected_product(x, rows, None)
     assert (base - expected_product(x, values, bias)).nan_to_num().abs().max() > 2 * atol, "rounding is not seen"
     for window_rows in (0, 2):
         out = linear(x, packed, window_rows=window_rows)
@@ -236,22 +232,6 @@ def test_products_of_many_tokens_round_their_inputs(
     few = linear(x[:20], packed).double()
     exact = expected_product(x[:20], dequantise(weight, torch.bfloat16).to(device), bias)
     torch.testing.assert_close(few, exact, atol=atol, rtol=rtol, equal_nan=True)
-
-
-def scaled_mm(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scales: torch.Tensor,
-    _: object,
-    b_scales: torch.Tensor,
-    *__: object,
-    **more: Any,
-) -> torch.Tensor:
-    """torch's, which has no groups on a CPU."""
-    wide_a, wide_b = (
-        part.float() * scales.repeat_interleave(128, 1) for part, scales in ((a, a_scales), (b.t(), b_scales))
-    )
-    return (wide_a @ wide_b.t() + more["bias"].float()).to(more["output_dtype"])
 
 
 def test_weights_that_round_no_prompts(triton_cuda: ModuleType) -> None:  # noqa: ARG001
