@@ -148,7 +148,7 @@ class HostCopies(Protocol):
 
 class HostRowCopies:
     """Host memory for blocks and lines that leave the device, pinned where there is one, and copies between the two,
-    all on one stream beside the steps'. Not run on a GPU or an NPU.
+    all on one stream beside the steps'. Not run on an NPU.
 
     num_bytes    of all rows; as large a part is for lines as they are of the caches' bytes
     num_rows, row_bytes  of blocks, and of lines

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,8 +18,11 @@ from kernels.platform import IMPLEMENTATIONS, BackendError, detect
 from service.engine.ipc.config import EngineConfig
 from service.engine.startup.build import build_engine
 from tests.support.limits import LIMIT_SECONDS
+from tests.support.processes import forked
 
 ROOT = Path(__file__).parents[3]
+# Neither imports Triton.
+IMPORTED = ("kernels.ascend_runtime", "kernels.platform")
 
 
 @pytest.mark.parametrize(
@@ -67,14 +72,12 @@ def _package(site: Path, *, is_ascend: bool, version: str, helper: str) -> None:
 
 def _fault(site: Path, cann: str) -> str:
     code = f"""
-import sys; sys.path.insert(0, {str(site)!r})
 from kernels import ascend_runtime
 ascend_runtime.cann_version = lambda: {cann!r}
-print(ascend_runtime.triton_fault())
+connection.send(str(ascend_runtime.triton_fault()))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=LIMIT_SECONDS)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+    with forked(code, {**os.environ, "PYTHONPATH": str(site)}, IMPORTED) as connection:
+        return str(connection.recv())
 
 
 BROKEN = "{X, rtLimitType_t::RT_LIMIT_TYPE_SIMT_WARP_STACK_SIZE},"
@@ -134,43 +137,33 @@ CLAIM = f"""
 {MADE_UP_NPU}
 ascend_runtime.triton_fault = lambda: None
 prepare("npu:0")
-print(os.environ["TRITON_CACHE_DIR"], flush=True)
-sys.stdin.read()
+connection.send(os.environ["TRITON_CACHE_DIR"])
+connection.poll(None)
 """
 
 
-def _claimant(root: Path, cann: str = "9.1.0", **environ: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", CLAIM],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        # Launches that pass the queue need no driver, which is not here.
-        env={**os.environ, "TRITON_CACHE_DIR": str(root), "CANN": cann, "TRITON_ENABLE_TASKQUEUE": "0", **environ},
-    )
-
-
-def _claimed(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
+@contextmanager
+def _claimed(root: Path, cann: str = "9.1.0", **environ: str) -> Iterator[Path]:
+    """The cache of a process that lives as long as the block."""
+    # Launches that pass the queue need no driver, which is not here.
+    environ = {"TRITON_CACHE_DIR": str(root), "CANN": cann, "TRITON_ENABLE_TASKQUEUE": "0", **environ}
+    with forked(CLAIM, {**os.environ, **environ}, IMPORTED) as connection:
+        yield Path(connection.recv())
 
 
 def test_each_process_has_a_cache_of_kernels_of_its_own(tmp_path: Path) -> None:
     """Two at a time never share one; a later process takes over what an ended one has left; CANN's versions differ."""
-    first = _claimant(tmp_path)
-    assert _claimed(first) == str(tmp_path / "cann-9.1.0" / "0")
-    with _claimant(tmp_path) as second:
-        assert _claimed(second) == str(tmp_path / "cann-9.1.0" / "1")
-    first.communicate()
-    with _claimant(tmp_path) as third, _claimant(tmp_path, "9.2.0") as fourth:
-        assert _claimed(third) == str(tmp_path / "cann-9.1.0" / "0")
-        assert _claimed(fourth) == str(tmp_path / "cann-9.2.0" / "0")
+    with _claimed(tmp_path) as first, _claimed(tmp_path) as second:
+        assert first == tmp_path / "cann-9.1.0" / "0"
+        assert second == tmp_path / "cann-9.1.0" / "1"
+    with _claimed(tmp_path) as third, _claimed(tmp_path, "9.2.0") as fourth:
+        assert third == tmp_path / "cann-9.1.0" / "0"
+        assert fourth == tmp_path / "cann-9.2.0" / "0"
 
 
 def test_a_process_that_is_started_by_another_uses_its_cache(tmp_path: Path) -> None:
-    with _claimant(tmp_path, MULTILORA_TRITON_CACHE_IN_USE=str(tmp_path)) as child:
-        assert _claimed(child) == str(tmp_path)
+    with _claimed(tmp_path, MULTILORA_TRITON_CACHE_IN_USE=str(tmp_path)) as cache:
+        assert cache == tmp_path
 
 
 PROBE = """
@@ -219,16 +212,18 @@ def test_the_probe_compiles_into_the_cache_of_the_process_that_serves(tmp_path: 
 
 
 PREPARE = f"""
+import io, sys; sys.stdout = io.StringIO()
 {MADE_UP_NPU}
 prepare("npu:0")
 print("prepared")
-if sys.argv[1:]:
+if "ASK" in os.environ:
     from triton.backends.ascend.driver import NPUDriver
     print(NPUDriver().get_current_stream(), NPUDriver().get_current_stream(2))
+connection.send(sys.stdout.getvalue())
 """
 
 
-def _prepared(site: Path, cache: Path, *arguments: str, **environ: str) -> list[str]:
+def _prepared(site: Path, cache: Path, **environ: str) -> list[str]:
     """What is said where torch_npu is made up, and triton-ascend's driver too, which wants pybind11 as the true one."""
     _package(site, is_ascend=True, version="3.2.0", helper="")
     for package in ("triton", "triton/backends", "triton/backends/ascend"):
@@ -239,31 +234,23 @@ def _prepared(site: Path, cache: Path, *arguments: str, **environ: str) -> list[
         "    def get_current_stream(self, device=None):\n        return 'waits for the queue'\n"
     )
     (site / "triton" / "backends" / "ascend" / "driver.py").write_text(driver)
-    path = os.pathsep.join([str(site), str(ROOT)])
     unset = ("MULTILORA_TRITON_CACHE_IN_USE", "TRITON_ENABLE_TASKQUEUE")
     inherited = {name: value for name, value in os.environ.items() if name not in unset}
-    done = subprocess.run(
-        [sys.executable, "-c", PREPARE, *arguments],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=LIMIT_SECONDS,
-        env={**inherited, "PYTHONPATH": path, "TRITON_CACHE_DIR": str(cache), **environ},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    environ = {"PYTHONPATH": str(site), "TRITON_CACHE_DIR": str(cache), **environ}
+    with forked(PREPARE, {**inherited, **environ}, IMPORTED) as connection:
+        return str(connection.recv()).splitlines()
 
 
 def test_launches_ask_for_the_stream_without_waiting(tmp_path: Path) -> None:
     (tmp_path / "pybind11.py").write_text("")
-    assert _prepared(tmp_path, tmp_path / "cache", "ask") == ["prepared", "41 42"]
+    assert _prepared(tmp_path, tmp_path / "cache", ASK="yes") == ["prepared", "41 42"]
 
 
 @pytest.mark.parametrize(("value", "waits"), [("True", False), ("1", False), ("0", True), ("", True)])
 def test_launches_past_the_queue_wait_for_it(value: str, waits: bool, tmp_path: Path) -> None:
     """Else a kernel overtakes the operators before it. The values are read as triton-ascend's driver reads them."""
     (tmp_path / "pybind11.py").write_text("")
-    streams = _prepared(tmp_path, tmp_path / "cache", "ask", TRITON_ENABLE_TASKQUEUE=value)[-1]
+    streams = _prepared(tmp_path, tmp_path / "cache", ASK="yes", TRITON_ENABLE_TASKQUEUE=value)[-1]
     assert streams == ("waits for the queue waits for the queue" if waits else "41 42")
 
 
