@@ -8,13 +8,17 @@ import json
 import os
 import re
 import signal
+import sys
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 
+from service.doctor import supervise
 from service.doctor.deep import JournalError, opened
 from tests.doctor.conftest import BUNDLED, ROOT, Meeting
+from tests.support import planted_checks
 from tests.support.limits import LIMIT_SECONDS
 from tests.support.models.quantised_models import make_gguf
 from tests.support.planted_checks import MAX_FILE_BYTES, NO_TEMPORARY_FILES
@@ -161,7 +165,14 @@ def test_a_step_that_cannot_be_started_costs_no_report(meeting: Meeting) -> None
         (["--minutes", "0"], "is not a number of minutes above 0"),
     ],
 )
-def test_bad_input_is_refused_in_a_sentence(meeting: Meeting, flags: list[str], sentence: str) -> None:
+def test_bad_input_is_refused_in_a_sentence(
+    meeting: Meeting,
+    flags: list[str],
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Before any step, so that the command needs no process of its own."""
     for name in ("bad", "unreadable", "empty", "cut-short", "links"):
         (meeting.directory / name).mkdir()
         (meeting.directory / name / "config.json").write_text("" if name == "bad" else "{}")
@@ -171,9 +182,17 @@ def test_bad_input_is_refused_in_a_sentence(meeting: Meeting, flags: list[str], 
     (meeting.directory / "cut-short.gguf").write_bytes(b"GGUF")
     whole = (BUNDLED / "model.safetensors").read_bytes()
     (meeting.directory / "cut-short" / "model.safetensors").write_bytes(whole[:-1])  # as by a download
-    code, out, err = meeting.run("works", *flags)
+    monkeypatch.chdir(meeting.directory)
+    monkeypatch.setattr(supervise, "time", supervise.time)  # which the planted steps replace
+    monkeypatch.setattr(sys, "argv", ["", "works", "--device", "cpu", *flags])
+    try:
+        code: Any = planted_checks.main()
+    except SystemExit as ended:
+        code = ended.code
+    out, err = capfd.readouterr()
     assert (code, out) == (2, "")
     assert sentence in err
+    assert not (meeting.directory / "begun").read_text()
 
 
 def test_a_report_of_another_model_or_version_or_garbage_is_not_gone_on_with(meeting: Meeting, tmp_path: Path) -> None:
