@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -100,11 +101,6 @@ print(sorted({{name.split(".")[0] for name in sys.modules}} & {{"torch", "numpy"
 class TestRefusalToStart:
     """Faults that are found before the engine starts need no process of their own."""
 
-    def serve(self, *flags: str, prelude: str = "") -> subprocess.CompletedProcess[str]:
-        return run_python(
-            f"{prelude}\nimport sys\nfrom service.cli.main import main\nsys.exit(main(['serve', *{list(flags)!r}]))"
-        )
-
     @pytest.fixture
     def refused(self, capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
         """The last line of a start with these flags, which ends with code 1 and without a traceback."""
@@ -142,32 +138,34 @@ class TestRefusalToStart:
         (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "mamba9"}))
         assert "mamba9" in refused(f"--model-dir={tmp_path}", f"--store-dir={tmp_path}")
 
-    def test_a_missing_tensor_is_named(self, checkpoints: Checkpoints, tmp_path: Path) -> None:
+    def test_what_the_engine_cannot_do_with_is_one_sentence(self, checkpoints: Checkpoints, tmp_path: Path) -> None:
+        """It is the engine process that finds out, and its log goes where the server's does."""
         from safetensors.numpy import load_file, save_file
 
-        for source in checkpoints.base.iterdir():
-            (tmp_path / source.name).write_bytes(source.read_bytes())
-        tensors = load_file(tmp_path / "model.safetensors")
+        lacking = shutil.copytree(checkpoints.base, tmp_path / "lacking")
+        tensors = load_file(lacking / "model.safetensors")
         missing = next(name for name in tensors if "out_proj" in name)
         del tensors[missing]
-        save_file(tensors, tmp_path / "model.safetensors")
-        done = self.serve("--port=0", f"--model-dir={tmp_path}", f"--store-dir={tmp_path / 'store'}")
-        assert done.returncode == 1
-        assert missing.removesuffix(".weight") in done.stderr.splitlines()[-1]
+        save_file(tensors, lacking / "model.safetensors")
+        model = f"--model-dir={checkpoints.base}"
+        starts = {
+            missing.removesuffix(".weight"): f"--model-dir={lacking}",
+            "bytes; raise --kv-bytes.": f"{model} --kv-bytes=1",
+            "cuda:99": f"{model} --device=cuda:99",
+        }
+        code = f"""
+import sys
+from service.cli.main import main
+for flags in {list(starts.values())!r}:
+    assert main(["serve", "--port=0", {f"--store-dir={tmp_path / 'store'}"!r}, *flags.split()]) == 1
+    print("----", file=sys.stderr, flush=True)
+"""
+        done = run_python(code)
+        assert done.returncode == 0, done.stderr
         assert "Traceback" not in done.stderr
-
-    @pytest.mark.parametrize(
-        ("flags", "words"),
-        [(["--kv-bytes=1"], "bytes; raise --kv-bytes."), (["--device=cuda:99"], "cuda:99")],
-    )
-    def test_what_the_engine_cannot_do_with_is_one_sentence(
-        self, flags: list[str], words: str, checkpoints: Checkpoints, tmp_path: Path
-    ) -> None:
-        """It is the engine process that finds out, and its log goes where the server's does."""
-        done = self.serve("--port=0", f"--model-dir={checkpoints.base}", f"--store-dir={tmp_path}", *flags)
-        assert done.returncode == 1
-        assert words in done.stderr.splitlines()[-1]
-        assert "Traceback" not in done.stderr
+        said = done.stderr.split("----\n")[:-1]
+        for words, one in zip(starts, said, strict=True):
+            assert words in one.splitlines()[-1]
 
     def test_a_store_that_cannot_be_opened_is_named(
         self, refused: Callable[..., str], checkpoints: Checkpoints, tmp_path: Path
@@ -215,8 +213,9 @@ class TestRefusalToStart:
     def test_another_package_called_kernels_is_refused(self, checkpoints: Checkpoints, tmp_path: Path) -> None:
         (tmp_path / "kernels").mkdir()
         (tmp_path / "kernels" / "__init__.py").write_text("")
+        flags = ["--port=0", f"--model-dir={checkpoints.base}", f"--store-dir={tmp_path}"]
         prelude = f"import sys; sys.path.insert(0, {str(tmp_path)!r})"
-        done = self.serve("--port=0", f"--model-dir={checkpoints.base}", f"--store-dir={tmp_path}", prelude=prelude)
+        done = run_python(f"{prelude}\nfrom service.cli.main import main\nsys.exit(main(['serve', *{flags!r}]))")
         assert done.returncode == 1
         assert "pip uninstall kernels" in done.stderr
 
