@@ -1,12 +1,20 @@
-"""The sizes that a probe runs an op at: those of the model to be served, since a kernel may fail at one width only."""
+"""The sizes that a probe runs an op at: those of the model to be served, since a kernel may fail at one width only.
+
+Torch-free, for descriptions of models.
+"""
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-from kernels.activation import Activation
+# Activations of a gated feed-forward layer, and what its gate is clamped to.
+Activation = Literal["silu", "gelu_tanh", "clamped"]
+CLAMP, CLAMPED_SLOPE = 7.0, 1.702
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +81,5 @@ class ProbeShapes:
 
 
 def _torch_dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype), name
+    dtype: torch.dtype = getattr(importlib.import_module("torch"), name)
     return dtype

@@ -165,8 +165,8 @@ class Settings(BaseSettings):
     eager: bool = Field(False, description="launch every step from Python and capture no graphs")
     batch_invariant: bool = Field(
         False,
-        description="a token's log probabilities are the same to the bit, whatever else is computed beside it; on a "
-        "CPU alone, and slower; see docs/rollouts.md",
+        description="a token's log probabilities are the same to the bit, whatever else is computed beside it; slower, "
+        "and not on an NPU; see docs/rollouts.md",
     )
     lora_window: bool = Field(
         True,

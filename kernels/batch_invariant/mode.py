@@ -12,18 +12,26 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.platform import BackendError, Platform, detect, in_use, install
+from kernels.shapes import ProbeShapes
 
 # Device type -> the module with its replacements, and implementations of ops that are made for it.
-_REPLACEMENTS = {"cpu": "kernels.batch_invariant.cpu"}
+_REPLACEMENTS = {"cpu": "kernels.batch_invariant.cpu", "cuda": "kernels.batch_invariant.cuda"}
 _IMPLEMENTATIONS: Mapping[str, Mapping[str, str]] = {
     "cpu": dict.fromkeys(("paged_attention", "gated_delta", "mamba2"), "batch_invariant"),
+    "cuda": dict.fromkeys(
+        (
+            *("lora", "paged_attention", "linear", "sampling", "rms_norm", "rotary_kv", "swiglu", "causal_conv1d"),
+            "gated_delta",
+        ),
+        "triton_cuda",
+    ),
 }
 
 
@@ -45,7 +53,12 @@ def batch_invariant_mode(device: torch.device) -> AbstractContextManager[object]
     """The mode in which a step's passes run; none where the platform is not batch-invariant."""
     if not in_use(device).batch_invariant:
         return nullcontext()
-    return _Mode(importlib.import_module(_REPLACEMENTS[device.type]).REPLACEMENTS)
+    return _Mode(replacing(device).REPLACEMENTS)
+
+
+def replacing(device: torch.device) -> ModuleType:
+    """The module with the replacements of a device that can be batch-invariant."""
+    return importlib.import_module(_REPLACEMENTS[device.type])
 
 
 def install_batch_invariance(device: str, *, wanted: bool) -> None:
@@ -62,6 +75,20 @@ def install_batch_invariance(device: str, *, wanted: bool) -> None:
         implementations = MappingProxyType({**platform.implementations, **_IMPLEMENTATIONS[kind]})
         platform = replace(platform, implementations=implementations, batch_invariant=True)
     install(platform, kind)
+
+
+def refuse_model(platform: Platform, shapes: ProbeShapes) -> None:
+    """Raises BackendError for a model with layers whose results depend on a step, on a batch-invariant platform."""
+    if not platform.batch_invariant or platform.device == "cpu":
+        return
+    experts = shapes.experts if shapes.is_quantised else None
+    layers = {"quantised experts": experts, "state-space layers": shapes.mamba2}
+    found = [name for name, sizes in layers.items() if sizes is not None]
+    if found:
+        raise BackendError(
+            f"--batch-invariant is not served on {platform.device} for models with {' and '.join(found)}; serve this "
+            "one without it, or on a CPU."
+        )
 
 
 def refuse_fallbacks(platform: Platform) -> None:

@@ -20,6 +20,7 @@ from kernels.contract import Contract
 from kernels.expert_lora.ops import Pairs
 from kernels.lora import MAX_KERNEL_RANK
 from kernels.lora.maps import LoraMaps, LoraStack
+from kernels.platform import in_use
 from kernels.triton_launch import count_compiled
 
 _RANKS = 16  # at a time
@@ -268,7 +269,7 @@ def expert_lora(x: torch.Tensor, out: torch.Tensor, stack: LoraStack, maps: Lora
     sizes: tuple[int, ...] = stack.ranks.stride(0), num_pairs
     constants = {"NUM_EXPERTS": pairs.num_experts, "WIDTH": MAX_KERNEL_RANK, "RANKS": _RANKS, "num_warps": 4}
     shrink, expand, num_programs, columns_of = expert_shrink_kernel, expert_expand_kernel, num_pairs, _OUTPUTS
-    if num_pairs > _FEW_PAIRS * pairs.num_experts:
+    if num_pairs > _FEW_PAIRS * pairs.num_experts and not in_use(x.device).batch_invariant:
         shrink, expand, columns_of = expert_shrink_tile_kernel, expert_expand_tile_kernel, _TILE_OUTPUTS
         sizes += (len(maps.places),)
         constants["PAIRS"] = _TILE_PAIRS

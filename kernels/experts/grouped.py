@@ -8,9 +8,11 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from kernels.batch_invariant.mode import replacing
 from kernels.contract import Contract
 from kernels.expert_lora.ops import Pairs
 from kernels.experts.ops import ExpertAdapters, PackedExperts, by_expert, mlps, summed
+from kernels.platform import in_use
 from kernels.shapes import ProbeShapes
 from kernels.triton_launch import HOPPER
 
@@ -38,6 +40,8 @@ def experts(
     pairs = Pairs(in_order, order // chosen.shape[1], packed.num_experts)
 
     def multiply(rows: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
+        if in_use(rows.device).batch_invariant:
+            return replacing(rows.device).product(rows, held, ends=ends)
         return functional.grouped_mm(rows, held.transpose(1, 2), offs=ends)
 
     out = mlps(x, pairs, packed, adapters, multiply)
@@ -64,4 +68,11 @@ def refuses(shapes: ProbeShapes) -> str | None:
     return None
 
 
-CONTRACT = Contract(refuses=refuses, replayable=True)
+def warm_up(packed: PackedExperts, _num_chosen: int) -> None:
+    """See `ops.warm_up`: nothing, but where steps must not matter."""
+    for held in (packed.gate_up, packed.down):
+        if in_use(held.device).batch_invariant:
+            replacing(held.device).warm_up_groups(held)
+
+
+CONTRACT = Contract(refuses=refuses, warm_up=warm_up, replayable=True)

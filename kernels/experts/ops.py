@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from kernels.activation import Activation
 from kernels.contract import Contract
 from kernels.expert_lora.ops import Pairs, expert_lora
 from kernels.linear.quantised import Quantised, dequantise
 from kernels.lora.maps import LoraMaps, LoraStack
 from kernels.platform import in_use
+from kernels.shapes import Activation
 from kernels.swiglu.ops import swiglu
 
 

@@ -26,6 +26,7 @@ from kernels.linear import triton_cuda as linear_cuda
 from kernels.linear.ops import PackedWeight
 from kernels.linear.quantised import Quantised, joined
 from kernels.linear.triton_cuda_configs import TileConfig
+from kernels.platform import in_use
 from kernels.triton_launch import count_compiled
 
 # Up to so many pairs of each expert, on average, it is the weights' bytes that take the time.
@@ -73,7 +74,7 @@ def experts(
     adapters: ExpertAdapters | None = None,
 ) -> torch.Tensor:
     """See `ops.experts`."""
-    is_few = chosen.numel() <= _FEW_ROWS * packed.num_experts
+    is_few = chosen.numel() <= _FEW_ROWS * packed.num_experts and not in_use(x.device).batch_invariant
     if not is_few and not packed.holds_codes:
         return grouped.experts(x, chosen, weights, packed, adapters)
     if is_few:
@@ -181,6 +182,9 @@ def warm_up(packed: PackedExperts, num_chosen: int) -> None:
     """See `ops.warm_up`. The number of pairs is no constant of the kernels. No result is used as an index, since
     compilation ahead launches nothing."""
     device = packed.gate_up.weight.data.device if packed.holds_codes else packed.gate_up.device
+    if in_use(device).batch_invariant:
+        grouped.warm_up(packed, num_chosen)
+        return
     _, positions, ends = _ordered(torch.arange(num_chosen, device=device).unsqueeze(0), packed.num_experts)
     for held, inputs in ((packed.gate_up, packed.hidden_size), (packed.down, packed.size)):
         rows = torch.zeros(num_chosen, inputs, dtype=packed.dtype, device=device)

@@ -13,14 +13,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from kernels import triton_launch
+from kernels.causal_conv1d.ops import causal_conv1d_update
 from kernels.contract import Contract
-from kernels.gated_delta.ops import num_key_heads_of
+from kernels.gated_delta.ops import gated_norm, num_key_heads_of
 from kernels.gated_delta.triton_cuda_chunks import (
     MANY_SEQUENCES,
     MAX_SHORT_TOKENS,
@@ -30,8 +32,10 @@ from kernels.gated_delta.triton_cuda_chunks import (
     scan_kernel,
 )
 from kernels.gated_delta.triton_cuda_decode import gated_delta_decode_kernel, launch_decode
+from kernels.platform import in_use
 
 _MAX_BLOCK_V = 32
+_ALL_TOKENS = 2**30
 
 
 @triton.jit(do_not_specialize=["gate_stride"], do_not_specialize_on_alignment=["b_ptr", "a_ptr"])
@@ -112,14 +116,17 @@ def prefill(
     query_starts: Sequence[int] | None,
     sources: torch.Tensor | None = None,
     *,
-    max_short_tokens: int = MAX_SHORT_TOKENS,
+    max_short_tokens: int | None = None,
 ) -> torch.Tensor:
     """See `ops.gated_delta_prefill`. Which way a sequence goes is decided on the device, by its length; the host's view
     of the starts decides on no more than the size of tiles, which captured calls keep from the empty step they were
     captured with.
 
-    max_short_tokens  of the longest sequence that is walked; another one for measurements
+    max_short_tokens  of the longest sequence that is walked; another one for measurements. Where steps must not matter
+                      all are, as chunks begin where a step does
     """
+    if max_short_tokens is None:
+        max_short_tokens = _ALL_TOKENS if in_use(qkv.device).batch_invariant else MAX_SHORT_TOKENS
     _, num_heads, key_dim, value_dim = states.shape
     assert b.stride(0) == a.stride(0), "b and a are columns of one product"
     sources = state_indices if sources is None else sources
@@ -176,8 +183,16 @@ def decode(
     eps: float,
     sources: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """See `ops.gated_delta_decode`."""
+    """See `ops.gated_delta_decode`. Where steps must not matter, by the launches of a prefill."""
     sources = state_indices if sources is None else sources
+    if in_use(qkv.device).batch_invariant:
+        options: dict[str, Any] = {"activation": "silu", "source_state_indices": sources}
+        qkv = causal_conv1d_update(qkv, taps, None, conv_states, state_indices, **options)
+        num, device = len(state_indices), qkv.device
+        starts = torch.arange(num + 1, dtype=torch.int32, device=device)
+        continued = torch.ones(num, dtype=torch.bool, device=device)
+        out = prefill(qkv, b, a, a_log, dt_bias, states, starts, state_indices, continued, None, sources)
+        return gated_norm(out, z, norm_weight, eps)
     args = (qkv, z, b, a, taps, conv_states, a_log, dt_bias, norm_weight, states, state_indices, sources)
     return launch_decode(*args, eps)
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch.nn import functional
 
+from kernels.batch_invariant.mode import replacing
 from kernels.contract import Contract
 from kernels.linear.ops import PackedWeight, RowsBehind
-
-CONTRACT = Contract(replayable=True)
+from kernels.platform import in_use
 
 
 def pack_weight(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedWeight:
@@ -52,3 +53,20 @@ def _multiply(
     if out is None:
         return functional.linear(x, weight, bias)
     return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+
+
+def warm_up(weights: Sequence[PackedWeight], max_tokens: int, _max_window_rows: int) -> None:
+    """See `ops.warm_up`: nothing, but where steps must not matter and products are kernels."""
+    device = weights[0].data.device
+    if device.type == "cuda" and in_use(device).batch_invariant:
+        replacing(device).warm_up_products([(weight.data, weight.bias) for weight in weights], max_tokens)
+
+
+def compiled_count() -> int:
+    """Number of compiled variants in this process."""
+    device = torch.device("cuda")
+    is_compiled = torch.cuda.is_available() and in_use(device).batch_invariant
+    return replacing(device).compiled_count() if is_compiled else 0
+
+
+CONTRACT = Contract(warm_up=warm_up, compiled_count=compiled_count, replayable=True)

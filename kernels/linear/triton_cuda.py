@@ -108,7 +108,12 @@ def linear_window(
     if not x.shape[0]:
         return out
     if x.shape[0] > MAX_TOKENS:
-        return _multiply_dequantised(x, weight, out)
+        if not in_use(x.device).batch_invariant:
+            return _multiply_dequantised(x, weight, out)
+        for first in range(0, x.shape[0], MAX_TOKENS):
+            part = slice(first, first + MAX_TOKENS)
+            linear_window(x[part], weight, num_columns, out[part])
+        return out
     tiled: TiledCodes = weight.tiled
     codes = tiled.weight
     chosen = config or config_for(tiled.bits, x.shape[0])

@@ -18,6 +18,7 @@ from kernels.contract import Contract
 from kernels.lora import MAX_KERNEL_RANK, cublas
 from kernels.lora.cuda import one_token
 from kernels.lora.cuda.configs import (
+    BATCH_INVARIANT,
     ExpandConfig,
     LoraConfig,
     OneTokenExpand,
@@ -29,7 +30,7 @@ from kernels.lora.cuda.expand import lora_expand_kernel
 from kernels.lora.cuda.shrink import lora_embedding_kernel, lora_shrink_kernel
 from kernels.lora.maps import LoraMaps, LoraStack
 from kernels.lora.skip import launch_idle
-from kernels.platform import detect
+from kernels.platform import detect, in_use
 from kernels.triton_launch import Workspace, count_compiled, launch_options, launches_dependently
 
 # Tokens of a tile of the expand where columns do not start at multiples of 16. Tiles of 64 go through wgmma, which
@@ -200,6 +201,8 @@ class _Device:
 
     def config(self, num_tokens: int) -> LoraConfig:
         """The configuration of this GPU for a padded token count."""
+        if in_use(self.device).batch_invariant:
+            return BATCH_INVARIANT
         found = self._configs.get(num_tokens)
         if found is None:
             found = self._configs[num_tokens] = config_for(self.kind, num_tokens)

@@ -10,6 +10,7 @@ time.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 import triton
@@ -24,7 +25,7 @@ from kernels.paged_attention.triton_cuda_configs import (
     max_head_dim,
     plan_for,
 )
-from kernels.paged_attention.triton_cuda_kernels import paged_attention_kernel, sum_splits_kernel
+from kernels.paged_attention.triton_cuda_kernels import add_parts_kernel, paged_attention_kernel, sum_splits_kernel
 from kernels.platform import in_use
 from kernels.shapes import ProbeShapes
 from kernels.triton_launch import Workspace, count_compiled
@@ -32,6 +33,8 @@ from kernels.triton_launch import Workspace, count_compiled
 _LOG2_E = math.log2(math.e)
 # Tokens of one sequence, and whether it is a decode step: one of each kind of tile.
 _KINDS = ((1, True), (1, False), (2, False))
+# Parts that are loaded before they are added.
+_PARTS_AHEAD = 4
 
 
 def paged_attention(
@@ -66,7 +69,7 @@ def paged_attention(
     block_d = max(16, triton.next_power_of_2(head_dim))
     target, lse = out, None
     if is_split:
-        target, lse = _split_buffers(plan.num_splits * num_tokens * num_heads, head_dim, q.device)
+        target, lse = _split_buffers(plan, num_tokens * num_heads, head_dim, q.device)
     paged_attention_kernel[num_tokens // (tile.block_m // groups) + num_sequences + 1, kv_heads, plan.num_splits](
         q,
         k_cache,
@@ -100,9 +103,22 @@ def paged_attention(
         HAS_SINKS=sinks is not None,
         SPLIT=is_split,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
+        FIXED_BLOCKS=plan.fixed_blocks,
         num_warps=tile.num_warps,
+        # Blocks that all rows of a tile see are computed apart, and must be rounded as the others are.
+        enable_fp_fusion=not plan.fixed_blocks,
     )
-    if is_split:
+    if is_split and plan.fixed_blocks:
+        add_parts_kernel[num_tokens, num_heads](
+            *(target, lse, out, sinks, plan.num_splits),
+            HEAD_DIM=head_dim,
+            BLOCK_D=block_d,
+            HAS_SINKS=sinks is not None,
+            AHEAD=_PARTS_AHEAD,
+            num_warps=1,
+            enable_fp_fusion=False,
+        )
+    elif is_split:
         sum_splits_kernel[num_tokens, num_heads](
             target, lse, out, plan.num_splits, HEAD_DIM=head_dim, BLOCK_D=block_d, MAX_SPLITS=MAX_SPLITS, num_warps=4
         )
@@ -124,7 +140,7 @@ def warm_up(
     sinks = torch.zeros(num_heads, device=k_cache.device) if has_sinks else None
     zeros = torch.zeros(3, dtype=torch.int32, device=k_cache.device)
     for num_tokens, is_decode in _KINDS:
-        tile = plan_for(platform, heads, num_tokens, 1, block_size, is_decode=is_decode).tile
+        serving = plan_for(platform, heads, num_tokens, 1, block_size, is_decode=is_decode)
         q = queries[:num_tokens]
         # No tokens, so that no slot is read: all queries are padding behind the only sequence.
         slots = torch.full((num_tokens,), -1, dtype=torch.int64, device=k_cache.device)
@@ -138,7 +154,7 @@ def warm_up(
             slot_mapping=slots,
         )
         for num_splits in (1, 2):
-            plan = LaunchPlan(tile, num_splits, 1)
+            plan = replace(serving, num_splits=num_splits, min_split_blocks=1)
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
             paged_attention(
                 *(q, k_cache, k_cache, maps),
@@ -153,7 +169,7 @@ def warm_up(
 
 def compiled_count() -> int:
     """Number of compiled variants of the attention kernels in this process; it must not rise after warm-up."""
-    return count_compiled(paged_attention_kernel, sum_splits_kernel)
+    return count_compiled(paged_attention_kernel, sum_splits_kernel, add_parts_kernel)
 
 
 def refuses(shapes: ProbeShapes) -> str | None:
@@ -170,9 +186,13 @@ CONTRACT = Contract(refuses=refuses, warm_up=warm_up, compiled_count=compiled_co
 _workspace = Workspace()
 
 
-def _split_buffers(num_rows: int, head_dim: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Results [num_rows, head_dim] and logarithms [num_rows] of all splits, heads and tokens."""
+def _split_buffers(
+    plan: LaunchPlan, num_rows: int, head_dim: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Results [splits * num_rows, head_dim], and logarithms, or maxima and sums, [splits * num_rows] of all splits,
+    heads and tokens."""
     workspace = _workspace.take(device, WORKSPACE_BYTES).view(torch.float32)
-    num_partials = -(-num_rows * head_dim // 16) * 16  # the logarithms begin aligned
-    assert num_partials + num_rows <= len(workspace), "the plan splits more than the workspace holds"
-    return workspace[:num_partials], workspace[num_partials : num_partials + num_rows]
+    num_partials = -(-plan.num_splits * num_rows * head_dim // 16) * 16  # the logarithms begin aligned
+    end = num_partials + plan.num_splits * num_rows * (2 if plan.fixed_blocks else 1)
+    assert end <= len(workspace), "the plan splits more than the workspace holds"
+    return workspace[:num_partials], workspace[num_partials:end]

@@ -74,11 +74,14 @@ class LaunchPlan:
 
     num_splits        programs that share the keys of a tile; 1 writes `out` without a sum
     min_split_blocks  blocks of keys that a split takes at least
+    fixed_blocks      above 0: splits are of so many blocks from a multiple of these on, and one program that takes
+                      them all adds them up as if they were several programs'
     """
 
     tile: TileConfig
     num_splits: int
     min_split_blocks: int
+    fixed_blocks: int = 0
 
 
 MAX_SPLITS = 64
@@ -155,7 +158,23 @@ def plan_for(
     max_kv_tokens  that a row of the block table has room for
     is_decode      every sequence has one token
     """
+    if platform.batch_invariant:
+        return _invariant_plan(platform.kind, heads, num_tokens, max_kv_tokens)
     return _plan(platform.kind, platform.num_cores, heads, num_tokens, num_sequences, max_kv_tokens, is_decode)
+
+
+def _invariant_plan(kind: str, heads: Heads, num_tokens: int, max_kv_tokens: int) -> LaunchPlan:
+    """One tile, and splits at fixed positions of a sequence, whatever the step; by several programs if these have room
+    for their results."""
+    table = TABLES.get(kind, TABLES["any"])
+    tile = tile_for(table, heads, "mixed")
+    if heads.sliding_window is not None:
+        # One more begins before the window.
+        queries = tile.block_m * heads.kv_heads // heads.num_heads
+        max_kv_tokens = min(max_kv_tokens, heads.sliding_window + queries - 1 + table.min_split_tokens)
+    num_splits = -(-max_kv_tokens // table.min_split_tokens)
+    fitting = WORKSPACE_BYTES // (4 * num_tokens * heads.num_heads * (heads.head_dim + 2) + 256)
+    return LaunchPlan(tile, num_splits if num_splits <= fitting else 1, 1, table.min_split_tokens // tile.block_n)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -9,8 +9,9 @@ Softmax is computed in base 2, block by block, in float32. No slot outside of th
 other sequences, freed blocks or the null block hold there does not matter.
 """
 
-# Triton's functions are untyped.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+# Triton's functions are untyped, and its tuples grow by `+` alone.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, assignment, var-annotated"
+# ruff: noqa: RUF005
 
 from __future__ import annotations
 
@@ -119,13 +120,84 @@ def _attend(
     return mixed, new_max, row_sum * shrunk + tl.sum(weights, 1)
 
 
+@triton.jit
+def _attend_blocks(
+    q,
+    mixed,
+    row_max,
+    row_sum,
+    block,
+    end_block,
+    k_ptr,
+    v_ptr,
+    table_ptr,
+    position,
+    first_position,
+    first_key,
+    end_key,
+    window,
+    scale,
+    cap,
+    dims,
+    ROW_STRIDE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    EVEN_D: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    STAGES: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    IN_ORDER: tl.constexpr,
+):
+    """Takes blocks [block, end_block) of keys into account; IN_ORDER: one after the other, even those of which a row
+    sees a part before those that all rows see."""
+    full_block = block
+    if HAS_WINDOW:
+        full_block = tl.maximum(block, tl.cdiv(tl.maximum(end_key - window, 0), BLOCK_N))
+    full_block = tl.minimum(full_block, end_block)
+    end_full = tl.maximum(tl.minimum(end_block, tl.maximum(first_position + 1, 0) // BLOCK_N), full_block)
+    if HAS_WINDOW and IN_ORDER:
+        is_cut = full_block > block
+        full_block = tl.where(is_cut, block, full_block)
+        end_full = tl.where(is_cut, block, end_full)
+    # Keys are found through pages, which Triton fetches as many stages ahead again.
+    for full in tl.range(full_block, end_full, num_stages=2 * STAGES + 1):
+        mixed, row_max, row_sum = _attend(
+            q, mixed, row_max, row_sum, full, k_ptr, v_ptr, table_ptr, position, first_key, end_key, window,
+            scale, cap, dims, ROW_STRIDE, BLOCK_SIZE, BLOCK_N, EVEN_D, HEAD_DIM, HAS_WINDOW, HAS_CAP,
+            PRECISION, False)  # fmt: skip
+    # The blocks before and behind, of which a row sees a part.
+    num_full = end_full - full_block
+    for edge in tl.range(block, end_block - num_full, num_stages=1):
+        edge += tl.where(edge >= full_block, num_full, 0)
+        mixed, row_max, row_sum = _attend(
+            q, mixed, row_max, row_sum, edge, k_ptr, v_ptr, table_ptr, position, first_key, end_key, window,
+            scale, cap, dims, ROW_STRIDE, BLOCK_SIZE, BLOCK_N, EVEN_D, HEAD_DIM, HAS_WINDOW, HAS_CAP,
+            PRECISION, True)  # fmt: skip
+    return mixed, row_max, row_sum
+
+
+@triton.jit
+def _add_part(mixed, row_max, row_sum, part_mixed, part_max, part_sum):
+    """The same of the keys so far and of a part behind them; products and sums are rounded one by one wherever it is
+    computed (`enable_fp_fusion`)."""
+    new_max = tl.maximum(row_max, part_max)
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    shrunk = tl.exp2(row_max - shift)
+    part_shrunk = tl.exp2(part_max - shift)
+    mixed = mixed * shrunk[:, None] + part_mixed * part_shrunk[:, None]
+    return mixed, new_max, row_sum * shrunk + part_sum * part_shrunk
+
+
 @triton.jit(do_not_specialize=_STEP_ARGUMENTS)
 def paged_attention_kernel(
     q_ptr,  # [num_tokens, KV_HEADS * GROUPS, HEAD_DIM], rows of q_stride
     k_ptr,  # [blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM], v likewise
     v_ptr,
     out_ptr,  # [num_tokens, KV_HEADS * GROUPS, HEAD_DIM]; SPLIT: float32, one such per split
-    lse_ptr,  # SPLIT: float32 [splits, num_tokens, KV_HEADS * GROUPS]: log2 of the sum of the weights
+    lse_ptr,  # SPLIT: float32 [splits, num_tokens, KV_HEADS * GROUPS]: log2 of the sum of the weights; FIXED_BLOCKS:
+    #           largest scores, then the sums of the weights, by which out is not divided yet
     starts_ptr,  # [num_sequences + 1]
     kv_lens_ptr,  # [num_sequences]
     table_ptr,  # [num_sequences, table_stride]
@@ -152,6 +224,7 @@ def paged_attention_kernel(
     HAS_SINKS: tl.constexpr,
     SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
+    FIXED_BLOCKS: tl.constexpr,
 ):
     """Grid (tiles, KV_HEADS, splits). Rows that see no key, and those of padding, become zero."""
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUPS
@@ -174,15 +247,17 @@ def paged_attention_kernel(
         first_key = tl.maximum(first_position + 1 - window, 0)
     block = first_key // BLOCK_N
     end_block = tl.cdiv(end_key, BLOCK_N)
-    if SPLIT:
+    if FIXED_BLOCKS:
+        first_part = block // FIXED_BLOCKS
+        end_part = tl.cdiv(end_block, FIXED_BLOCKS)
+        if SPLIT:
+            first_part += split
+            end_part = tl.minimum(end_part, first_part + 1)
+            block = tl.where(first_part < end_part, block, end_block)
+    elif SPLIT:
         share = tl.maximum(tl.cdiv(end_block - block, num_splits), min_split_blocks)
         block += split * share
         end_block = tl.minimum(end_block, block + share)
-    full_block = block
-    if HAS_WINDOW:
-        full_block = tl.maximum(block, tl.cdiv(tl.maximum(end_key - window, 0), BLOCK_N))
-    full_block = tl.minimum(full_block, end_block)
-    end_full = tl.maximum(tl.minimum(end_block, tl.maximum(first_position + 1, 0) // BLOCK_N), full_block)
 
     row = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, BLOCK_D)
@@ -200,33 +275,42 @@ def paged_attention_kernel(
     mixed = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    if HAS_SINKS:
+    if HAS_SINKS and not (FIXED_BLOCKS and SPLIT):
         # As a key of the first split whose value is 0.
         row_max = tl.where(split == 0, tl.load(sinks_ptr + head) * 1.4426950408889634, row_max)
         row_sum = tl.where(split == 0, 1.0, row_sum)
-    # Keys are found through pages, which Triton fetches as many stages ahead again.
-    for full in tl.range(full_block, end_full, num_stages=2 * STAGES + 1):
-        mixed, row_max, row_sum = _attend(
-            q, mixed, row_max, row_sum, full, k_ptr, v_ptr, table_ptr, position, first_key, end_key, window,
-            scale, cap, dims, ROW_STRIDE, BLOCK_SIZE, BLOCK_N, EVEN_D, HEAD_DIM, HAS_WINDOW, HAS_CAP,
-            PRECISION, False)  # fmt: skip
-    # The blocks before and behind, of which a row sees a part.
-    num_full = end_full - full_block
-    for edge in tl.range(block, end_block - num_full, num_stages=1):
-        edge += tl.where(edge >= full_block, num_full, 0)
-        mixed, row_max, row_sum = _attend(
-            q, mixed, row_max, row_sum, edge, k_ptr, v_ptr, table_ptr, position, first_key, end_key, window,
-            scale, cap, dims, ROW_STRIDE, BLOCK_SIZE, BLOCK_N, EVEN_D, HEAD_DIM, HAS_WINDOW, HAS_CAP,
-            PRECISION, True)  # fmt: skip
+    if FIXED_BLOCKS:
+        for part in tl.range(first_part, end_part, num_stages=1):
+            part_mixed, part_max, part_sum = _attend_blocks(
+                q, tl.zeros([BLOCK_M, BLOCK_D], tl.float32), tl.full([BLOCK_M], float("-inf"), tl.float32),
+                tl.zeros([BLOCK_M], tl.float32), tl.maximum(block, part * FIXED_BLOCKS),
+                tl.minimum(end_block, (part + 1) * FIXED_BLOCKS), k_ptr, v_ptr, table_ptr, position, first_position,
+                first_key, end_key, window, scale, cap, dims, ROW_STRIDE, BLOCK_SIZE, BLOCK_N, EVEN_D, HEAD_DIM, STAGES,
+                HAS_WINDOW, HAS_CAP, PRECISION, True)  # fmt: skip
+            if SPLIT:
+                mixed, row_max, row_sum = part_mixed, part_max, part_sum
+            else:
+                mixed, row_max, row_sum = _add_part(mixed, row_max, row_sum, part_mixed, part_max, part_sum)
+    else:
+        mixed, row_max, row_sum = _attend_blocks(
+            q, mixed, row_max, row_sum, block, end_block, k_ptr, v_ptr, table_ptr, position, first_position, first_key,
+            end_key, window, scale, cap, dims, ROW_STRIDE, BLOCK_SIZE, BLOCK_N, EVEN_D, HEAD_DIM, STAGES, HAS_WINDOW,
+            HAS_CAP, PRECISION, False)  # fmt: skip
 
     has_keys = row_sum != 0.0
-    mixed = mixed / tl.where(has_keys, row_sum, 1.0)[:, None]
+    if not (FIXED_BLOCKS and SPLIT):
+        mixed = mixed / tl.where(has_keys, row_sum, 1.0)[:, None]
     out_row = token.to(tl.int64) * (KV_HEADS * GROUPS) + head
     out_mask = is_row[:, None] & (dims < HEAD_DIM)[None, :]
     if SPLIT:
         out_row += split.to(tl.int64) * num_tokens * (KV_HEADS * GROUPS)
-        lse = tl.where(has_keys, row_max + tl.log2(tl.where(has_keys, row_sum, 1.0)), float("-inf"))
-        tl.store(lse_ptr + out_row, lse, mask=is_row)
+        if FIXED_BLOCKS:
+            tl.store(lse_ptr + out_row, row_max, mask=is_row)
+            sums_ptr = lse_ptr + num_splits.to(tl.int64) * num_tokens * (KV_HEADS * GROUPS)
+            tl.store(sums_ptr + out_row, row_sum, mask=is_row)
+        else:
+            lse = tl.where(has_keys, row_max + tl.log2(tl.where(has_keys, row_sum, 1.0)), float("-inf"))
+            tl.store(lse_ptr + out_row, lse, mask=is_row)
         out_mask = out_mask & has_keys[:, None]
     out_offsets = out_row[:, None] * HEAD_DIM + dims[None, :]
     tl.store(out_ptr + out_offsets, mixed.to(out_ptr.dtype.element_ty), mask=out_mask)
@@ -265,3 +349,47 @@ def sum_splits_kernel(
     mixed = mixed / tl.where(total == 0.0, 1.0, total)
     out_offsets = row.to(tl.int64) * HEAD_DIM + dims
     tl.store(out_ptr + out_offsets, mixed.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def add_parts_kernel(
+    partial_ptr,  # float32 [num_splits, num_tokens, num_heads, HEAD_DIM]
+    maxima_ptr,  # float32 [num_splits, num_tokens, num_heads], then sums likewise
+    out_ptr,  # [num_tokens, num_heads, HEAD_DIM]
+    sinks_ptr,  # HAS_SINKS: float32 [num_heads]
+    num_splits,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    AHEAD: tl.constexpr,
+):
+    """out = the parts added up as one program does. Grid (num_tokens, num_heads). Parts without keys have written
+    nothing but their -inf and 0. AHEAD parts are loaded at a time."""
+    num_rows = tl.num_programs(0) * tl.num_programs(1)
+    row = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1) + tl.arange(0, 1)
+    dims = tl.arange(0, BLOCK_D)
+    is_dim = (dims < HEAD_DIM)[None, :]
+    mixed = tl.zeros([1, BLOCK_D], tl.float32)
+    row_max = tl.full([1], float("-inf"), tl.float32)
+    row_sum = tl.zeros([1], tl.float32)
+    if HAS_SINKS:
+        row_max = tl.load(sinks_ptr + tl.program_id(1) + tl.arange(0, 1)) * 1.4426950408889634
+        row_sum += 1.0
+    sums_ptr = maxima_ptr + num_splits * num_rows
+    for first in range(0, num_splits, AHEAD):
+        parts = ()
+        for ahead in tl.static_range(AHEAD):
+            place = (first + ahead) * num_rows + row
+            is_part = first + ahead < num_splits
+            part_max = tl.load(maxima_ptr + place, mask=is_part, other=float("-inf"))
+            part_sum = tl.load(sums_ptr + place, mask=is_part, other=0.0)
+            offsets = place[:, None] * HEAD_DIM + dims[None, :]
+            partial = tl.load(partial_ptr + offsets, mask=is_part & is_dim, other=0.0)
+            parts = parts + ((partial, part_max, part_sum),)
+        for ahead in tl.static_range(AHEAD):
+            partial, part_max, part_sum = parts[ahead]
+            partial = tl.where((part_max == float("-inf"))[:, None], 0.0, partial)
+            mixed, row_max, row_sum = _add_part(mixed, row_max, row_sum, partial, part_max, part_sum)
+    mixed = mixed / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+    out_offsets = row.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(out_ptr + out_offsets, mixed.to(out_ptr.dtype.element_ty), mask=is_dim)

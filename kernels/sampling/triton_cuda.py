@@ -16,7 +16,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels import triton_launch
+from kernels.batch_invariant.mode import replacing
 from kernels.contract import Contract
+from kernels.platform import in_use
 from kernels.sampling import any_device
 from kernels.sampling.any_device import rows_to_sample
 from kernels.sampling.maps import SamplingMaps
@@ -109,6 +111,8 @@ def warm_up(vocab: int, dtype: torch.dtype, device: torch.device) -> None:
     rows is no argument of the kernels."""
     for each in {dtype, torch.float32}:
         largest(torch.zeros(1, vocab, dtype=each, device=device))
+    if in_use(device).batch_invariant:
+        replacing(device).warm_up_rows(vocab, device)
 
 
 def compiled_count() -> int:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch_npu
 
-from kernels.activation import Activation
 from kernels.contract import Contract
+from kernels.shapes import Activation
 from kernels.swiglu import reference
 
 CONTRACT = Contract(replayable=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from kernels.activation import Activation
 from kernels.platform import contract, implementation
+from kernels.shapes import Activation
 
 
 def swiglu(gate_up: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:

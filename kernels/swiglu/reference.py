@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from kernels.activation import CLAMP, CLAMPED_SLOPE, Activation
 from kernels.contract import Contract
+from kernels.shapes import CLAMP, CLAMPED_SLOPE, Activation
 
 CONTRACT = Contract(replayable=True)
 

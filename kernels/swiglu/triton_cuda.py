@@ -11,8 +11,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels import triton_launch
-from kernels.activation import CLAMP, CLAMPED_SLOPE, Activation
 from kernels.contract import Contract
+from kernels.shapes import CLAMP, CLAMPED_SLOPE, Activation
 
 # Columns of a program: 16 bytes for each thread, and many programs where tokens are few.
 _BLOCK = 1024

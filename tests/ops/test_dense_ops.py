@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch.nn import functional
 
-from kernels.activation import Activation
 from kernels.paged_attention.cache_layout import made
 from kernels.platform import contract, detect, in_use, installed
 from kernels.rms_norm import ops as rms_norm_ops
 from kernels.rms_norm.ops import add_rms_norm, rms_norm
 from kernels.rotary_kv import ops as rotary_kv_ops
 from kernels.rotary_kv.ops import rotary_kv
+from kernels.shapes import Activation
 from kernels.swiglu import ops as swiglu_ops
 from kernels.swiglu.ops import swiglu
 from tests.support.npu.triton_interpreter import round_floats

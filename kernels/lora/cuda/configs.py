@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 LONG_INPUTS = 8192 + 1
 
@@ -166,6 +166,9 @@ _H200 = (
 
 # Kind of GPU, by the name its driver reports -> configurations by ascending token count; "any" serves the rest.
 TABLES: dict[str, tuple[LoraConfig, ...]] = {"NVIDIA H200": _H200, "any": _H200}
+
+# Of steps whose size must not matter: what serves decode steps serves all.
+BATCH_INVARIANT = replace(_H200[2], max_tokens=UNBOUNDED)
 
 
 def config_for(kind: str, num_tokens: int) -> LoraConfig:

@@ -18,7 +18,7 @@ import torch
 from adapters.memory.host_tier import HostTier
 from adapters.memory.row_pool import RowPool
 from adapters.row_plan import EXPERTS_SHARE, non_lora_unit_bytes, row_bytes
-from kernels.batch_invariant.mode import install_batch_invariance, refuse_fallbacks
+from kernels.batch_invariant.mode import install_batch_invariance, refuse_fallbacks, refuse_model
 from kernels.compile_ahead import warm_up_ahead
 from kernels.lora import MAX_KERNEL_RANK
 from kernels.platform import BackendError, Platform, detect, find_device, in_use, prepare
@@ -127,6 +127,7 @@ def build_engine(
     install_batch_invariance(device, wanted=options.batch_invariant)
     # Before the weights are loaded, caches are as large as they can come to be.
     expected, _ = decide(options, device, free_bytes=free_bytes)
+    refuse_model(in_use(torch.device(device)), shapes_to_probe(expected))
     beside = Preparations(device, Path(options.model_dir))
 
     def load() -> tuple[LoadedModel, HostSource]:

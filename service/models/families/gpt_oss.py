@@ -36,7 +36,7 @@ _DEFAULTS: Config = {
     "num_experts_per_tok": 4,
     "attention_bias": True,
 }
-# What the gate of the experts is clamped to and sharpened by (`kernels.activation`).
+# What the gate of the experts is clamped to and sharpened by (`kernels.shapes`).
 _GATE = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
 
 

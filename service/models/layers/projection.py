@@ -9,12 +9,12 @@ from typing import Any, Protocol
 import torch
 from torch.nn import functional
 
-from kernels.activation import Activation
 from kernels.linear.ops import PackedWeight, append_rows, linear
 from kernels.lora.maps import LoraMaps, LoraStack
 from kernels.lora.non_lora import NonLoraLines, NonLoraVectors, own_embedding, own_head, scale_and_shift
 from kernels.lora.ops import lora_embedding, lora_linear
 from kernels.lora_window.ops import lora_expand_window, swiglu_window
+from kernels.shapes import Activation
 from kernels.swiglu.ops import swiglu
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kernels.activation import Activation
+from kernels.shapes import Activation
 from service.models.spec.mixer_specs import Linear, Shapes, named, split_input
 
 

@@ -24,7 +24,14 @@ INTEGERS = dict.fromkeys(
 
 
 def compile_attention(
-    tile: TileConfig, heads: Heads, block_size: int, *, is_split: bool, has_cap: bool = False, has_sinks: bool = False
+    tile: TileConfig,
+    heads: Heads,
+    block_size: int,
+    *,
+    is_split: bool,
+    has_cap: bool = False,
+    has_sinks: bool = False,
+    fixed_blocks: int = 0,
 ) -> None:
     """One variant; the sum of the splits with it."""
     name, head_dim = NAMES[heads.element_bytes], heads.head_dim
@@ -57,10 +64,19 @@ def compile_attention(
             "HAS_SINKS": has_sinks,
             "SPLIT": is_split,
             "PRECISION": "ieee" if name == "fp32" else "tf32",
+            "FIXED_BLOCKS": fixed_blocks,
         },
-        {"num_warps": tile.num_warps, "num_stages": 3},
+        {"num_warps": tile.num_warps, "num_stages": 3, "enable_fp_fusion": not fixed_blocks},
     )
-    if is_split:
+    if is_split and fixed_blocks:
+        types = dict.fromkeys(("partial_ptr", "maxima_ptr", "sinks_ptr"), "*fp32")
+        compile_kernel(
+            kernels.add_parts_kernel,
+            {**types, "out_ptr": f"*{name}", "num_splits": "i32"},
+            {**constants, **({} if has_sinks else {"sinks_ptr": None}), "HAS_SINKS": has_sinks, "AHEAD": 4},
+            {"num_warps": 1, "enable_fp_fusion": False},
+        )
+    elif is_split:
         compile_kernel(
             kernels.sum_splits_kernel,
             {"partial_ptr": "*fp32", "lse_ptr": "*fp32", "out_ptr": f"*{name}", "num_splits": "i32"},
@@ -78,6 +94,9 @@ if __name__ == "__main__":
         for kind in KINDS:
             heads = Heads(32, 8, head_dim, element_bytes, None)
             compile_attention(tile_for(table, heads, kind), heads, 16, is_split=kind != "chunks")
+        for is_split in (True, False):
+            tile = tile_for(table, heads, "mixed")
+            compile_attention(tile, heads, 16, is_split=is_split, fixed_blocks=256 // tile.block_n)
     for kind in KINDS:
         heads = Heads(6, 2, 80, 2, 1024)
         tile = tile_for(table, heads, kind)
