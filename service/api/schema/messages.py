@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, ValidationError, model_validator
+from pydantic import ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
 from service.api.errors import quoted
 from service.api.schema.base import FIRST, Request, field_error
@@ -43,6 +43,10 @@ _BLOCKS = {
 # the prefix cache from anything behind them.
 _BILLING = "x-anthropic-billing-header"
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_CHOICE = (
+    '`tool_choice` must be {"type": "auto"}, {"type": "any"}, {"type": "none"} or {"type": "tool", "name": ...}, which '
+    "names one of the `tools`; each may have `disable_parallel_tool_use`, true or false, and nothing else."
+)
 
 
 class _Kept(Request):
@@ -202,11 +206,19 @@ class ToolChoiceParam(Request):
     name: str | None = Field(None, description="of type `tool`: the one that must be called")
     disable_parallel_tool_use: bool | None = Field(None, description="true: one call at most")
 
+    @model_validator(mode="wrap")
+    @classmethod
+    def _check_form(cls, value: Any, read: ModelWrapValidatorHandler[ToolChoiceParam]) -> ToolChoiceParam:
+        try:
+            return read(value)
+        except ValidationError:  # which would be told as of a chat's `tool_choice`
+            raise field_error("type", _CHOICE) from None
+
     @model_validator(mode="after")
     def _check_name(self) -> ToolChoiceParam:
-        if self.type == "tool":
-            _check_needed(self, ("name",))
-        elif self.name is not None:
+        if self.type == "tool" and self.name is None:
+            raise field_error("name", _CHOICE)
+        if self.type != "tool" and self.name is not None:
             raise field_error("name", "`tool_choice.name` is only allowed with `tool_choice.type`: 'tool'.")
         return self
 
