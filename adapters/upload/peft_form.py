@@ -30,8 +30,8 @@ from adapters.files.safetensors_header import (
 )
 from adapters.layout import BaseLayout, Experts
 from adapters.peft.binding import bind
-from adapters.peft.bound_tensors import BIAS, LORA_BIAS, MAGNITUDE, TOKENS, WEIGHT
-from adapters.peft.config import parse_config
+from adapters.peft.bound_tensors import BIAS, LORA_BIAS, MAGNITUDE, SCORE, TOKENS, WEIGHT
+from adapters.peft.config import HeadFacts, parse_config
 from adapters.text.side_files import TEMPLATES_FOLDER
 from adapters.text.vocabulary import FILE_OF, BaseText
 from adapters.upload.validate import module_reports
@@ -71,14 +71,11 @@ class PeftForm:
     config     of adapter_config.json: the uploaded bytes where they describe the tensors, else made of the manifest
     num_bytes  size of adapter_model.safetensors
 
-    Raises Malformed and OSError for damaged files, Unsupported for score heads, and for DoRA on some rows of a module,
-    which PEFT has not.
+    Raises Malformed and OSError for damaged files, Unsupported for DoRA on some rows of a module, which PEFT has not.
     """
 
     def __init__(self, directory: Path, manifest: Manifest, layout: BaseLayout) -> None:
         self._path, self._manifest, self._layout = directory / TENSOR_FILE, manifest, layout
-        if manifest.labels:
-            raise Unsupported("An adapter with a score head does not come out again; use the files that were uploaded.")
         self._records = {one.module: one for one in manifest.modules}
         self._stored = read_header(self._path)
         entries = [*self._renamed(), *(entry for experts in layout.experts for entry in self._of_experts(experts))]
@@ -87,7 +84,10 @@ class PeftForm:
         self._header = header_bytes((entry.name, entry.dtype, entry.shape) for entry in self._entries)
         self.num_bytes = len(self._header) + sum(entry.tensor.num_bytes for entry in self._entries)
         uploaded = (directory / CONFIG_FILE).read_bytes()
-        self.config = uploaded if self._is_described_by(uploaded) else self._new_config(uploaded)
+        # What a config.json beside it said of a score head is said here.
+        named = json.dumps(parse_json_object(uploaded, CONFIG_FILE) | self._head_facts(), indent=2).encode()
+        described = (config for config in (uploaded, named) if self._is_described_by(config))
+        self.config = next(described, None) or self._new_config(uploaded)
 
     def tensors(self) -> Iterator[bytes]:
         """The bytes of adapter_model.safetensors, in pieces."""
@@ -193,11 +193,22 @@ class PeftForm:
             return False  # their values tell, and those are not read here
         try:
             binding = bind(self._layout, parse_config(config), {entry.name: entry.tensor for entry in self._entries})
+            head = binding.with_head_of(None, CONFIG_FILE).head or HeadFacts()
         except AdapterError:
             return False
-        told = binding.invocation, binding.classifier_from_token
-        wanted = self._manifest.invocation, self._manifest.classifier_from_token
-        return module_reports(binding) == self._manifest.modules and told == wanted
+        manifest = self._manifest
+        told = binding.invocation, binding.classifier_from_token, head
+        wanted = manifest.invocation, manifest.classifier_from_token, (manifest.labels, manifest.problem_type)
+        return module_reports(binding) == manifest.modules and told == wanted
+
+    def _head_facts(self) -> dict[str, Any]:
+        """Settings of a score head, beside those of PEFT."""
+        if not self._manifest.labels:
+            return {}
+        return {
+            "id2label": dict(enumerate(self._manifest.labels)),
+            "problem_type": self._manifest.problem_type or None,
+        }
 
     def _new_config(self, uploaded: bytes) -> bytes:
         """A configuration that names each module by its whole path."""
@@ -222,12 +233,13 @@ class PeftForm:
             "use_rslora": use_rslora,
             "target_modules": [one.name for one in targets if not one.is_parameter],
             "target_parameters": [one.name for one in targets if one.is_parameter] or None,
-            "bias": "all" if with_part[BIAS] else "none",
+            "bias": "all" if set(with_part[BIAS]) - {SCORE} else "none",
             "use_dora": bool(with_part[MAGNITUDE]),
             "lora_bias": bool(with_part[LORA_BIAS]),
             "modules_to_save": with_part[WEIGHT] or None,
             "trainable_token_indices": tokens or None,
             "alora_invocation_tokens": list(self._manifest.invocation) or None,
+            **self._head_facts(),
         }
         if self._manifest.classifier_from_token:
             config["classifier_from_token"] = list(self._manifest.classifier_from_token)

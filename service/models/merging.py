@@ -81,6 +81,10 @@ def merge(base_dir: Path, adapter_dir: Path, out_dir: Path, scratch: Path, *, de
         manifest = upload.finish("adapter")[0].manifest
         if manifest.invocation:
             raise Unsupported("The adapter begins at its invocation tokens (aLoRA): no weight is the same before them.")
+        if manifest.labels:
+            raise Unsupported(
+                "The adapter has a score head, and the base has no place for one; serve it beside the base."
+            )
         with safe_open(store.path_of(manifest.digest) / TENSOR_FILE, framework="pt") as tensors:
             writer = _Writer(base_dir, base, layout, _Changes(manifest, layout, tensors.get_tensor))
             writer.write(out_dir)

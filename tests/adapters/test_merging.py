@@ -200,6 +200,8 @@ def test_what_cannot_be_merged_is_refused_and_leaves_nothing(
         base, tmp_path / "late", rank=2, target_modules=["q_proj"], seed=1, alora_invocation_tokens=[5, 6]
     )
     assert "invocation" in refused(base, late, out, capsys)
+    judge = make_adapter(base, tmp_path / "judge", rank=2, target_modules=["q_proj"], seed=1, num_labels=2)
+    assert "score head" in refused(base, judge, out, capsys)
     other = make_tiny_model("llama", tmp_path / "other")
     assert "q_proj" in refused(other, adapter, out, capsys)
     cut = shutil.copytree(base, tmp_path / "cut")

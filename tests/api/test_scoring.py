@@ -285,9 +285,15 @@ def test_the_tokens_of_all_pairs_are_bounded(server: Server) -> None:
     assert len(asked(server, "/rerank", **body, top_n=1)["results"]) == 1
 
 
-def test_an_adapter_with_a_head_is_not_let_out_without_its_labels(server: Server) -> None:
-    answer = server.get("/v1/adapters/topics/archive")
-    assert (answer.status_code, "score head" in answer.json()["error"]["message"]) == (400, True)
+@pytest.mark.parametrize("name", ["topics", "each", "judge", "grade"])
+def test_an_adapter_with_a_head_comes_out_and_back(server: Server, name: str) -> None:
+    report = server.get(f"/v1/adapters/{name}").json()
+    answer = server.get(f"/v1/adapters/{name}/archive")
+    assert answer.status_code == 200, answer.text
+    again = server.post("/v1/adapters", data={"name": "again"}, files={"archive": ("a.tar.gz", answer.content)})
+    assert (again.status_code, again.json()["digest"]) == (201, report["digest"]), again.text
+    assert server.get("/v1/adapters/again").json()["labels"] == report["labels"]
+    server.http.delete(f"{server.url}/v1/adapters/again")
 
 
 def test_an_adapter_with_a_head_generates_nothing(client: openai.OpenAI) -> None:

@@ -4,6 +4,7 @@ them when they are uploaded again."""
 from __future__ import annotations
 
 import io
+import json
 import tarfile
 import warnings
 from contextlib import closing
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from adapters.store.store import AdapterStore, StoreLimits
 from service.models.layouts import layout_in
@@ -21,7 +22,14 @@ from tests.adapters.peft.test_peft_adapters import KINDS, LINEAR
 from tests.models.test_experts import PARAMETERS
 from tests.parity.test_kinds import kinds_of
 from tests.support.models.split_projections import load_packed, load_split
-from tests.support.models.tiny_models import LINEAR_MODULES, WITH_EXPERTS, load_oracle, make_adapter, make_tiny_model
+from tests.support.models.tiny_models import (
+    LINEAR_MODULES,
+    WITH_EXPERTS,
+    load_classifier,
+    load_oracle,
+    make_adapter,
+    make_tiny_model,
+)
 from tests.tolerances import LOGITS
 
 TENSORS = "adapter_model.safetensors"
@@ -101,6 +109,35 @@ def test_a_canonical_upload_comes_out_byte_for_byte(tmp_path: Path) -> None:
     assert {path.name for path in out.iterdir()} == FILES
     for name in FILES:
         assert (out / name).read_bytes() == (directory / name).read_bytes()
+
+
+@pytest.mark.parametrize("form", ["as PEFT wrote it", "labels beside it", "another name"])
+def test_score_heads_come_out_with_their_labels(form: str, tmp_path: Path) -> None:
+    base = make_tiny_model("llama", tmp_path / "base")
+    spec: dict[str, Any] = {"rank": 4, "target_modules": ["q_proj"], "num_labels": 3, "has_head_bias": True}
+    sent = make_adapter(base, tmp_path / "adapter", seed=5, **spec)
+
+    def load(path: Path, dtype: torch.dtype) -> Any:
+        return load_classifier(path, 3, has_head_bias=True).to(dtype)
+
+    expected, config = logits(base, sent, load), json.loads((sent / "adapter_config.json").read_text())
+    facts = {"id2label": {"0": "sad", "1": "so so", "2": "glad"}, "problem_type": "multi_label_classification"}
+    if form != "as PEFT wrote it":
+        (sent / "config.json").write_text(json.dumps(facts))
+    if form == "another name":
+        tensors = load_file(sent / TENSORS)
+        save_file({name.replace(".score.", ".classifier."): one for name, one in tensors.items()}, sent / TENSORS)
+        changed = {**config, "task_type": None, "modules_to_save": ["classifier"]}
+        (sent / "adapter_config.json").write_text(json.dumps(changed))
+    out = there_and_back(base, sent, tmp_path)
+    written = json.loads((out / "adapter_config.json").read_text())
+    if form == "as PEFT wrote it":
+        assert (out / "adapter_config.json").read_bytes() == (sent / "adapter_config.json").read_bytes()
+    elif form == "labels beside it":
+        assert written == {**config, **facts}
+    else:
+        assert {name: written[name] for name in facts} == facts
+    torch.testing.assert_close(logits(base, out, load), expected, atol=LOGITS[torch.float32], rtol=0)
 
 
 SPLIT = {
