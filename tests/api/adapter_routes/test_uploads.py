@@ -17,7 +17,6 @@ from adapters.errors import AdapterError, StagingFull
 from adapters.store.store import AdapterStore, StoreLimits
 from adapters.upload.staging_bytes import StagingBytes
 from service.api.errors import ApiError
-from service.api.uploads import tensors_json
 from service.api.uploads.tensors_json import MAX_BESIDE_BYTES, TensorsJson
 from tests.api.conftest import BASE, Checkpoints
 from tests.support.adapter_files import (
@@ -187,13 +186,6 @@ def memory_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AdapterSt
     store.close()
 
 
-@pytest.fixture(params=[4, 1 << 18], ids=["four", "many"])
-def text_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So much of the tensors' text is decoded at a time."""
-    monkeypatch.setattr(tensors_json, "_TEXT_BYTES", request.param)
-
-
-@pytest.mark.usefixtures("text_bytes")
 @pytest.mark.parametrize("chunk_bytes", [1, 2, 3, 7, 50, 1 << 20])
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
 def test_tensors_come_in_any_pieces_and_order(
@@ -207,7 +199,6 @@ def test_tensors_come_in_any_pieces_and_order(
     assert {loaded(memory_store, body, chunk_bytes) for body in (spaced, escaped)} == {digest}
 
 
-@pytest.mark.usefixtures("text_bytes")
 @pytest.mark.parametrize(
     ("body", "sentence"),
     [
