@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,8 @@ class HostTier:
 
     A sum is in memory when all its parts are, and takes none of its own.
 
-    is_pinned  use pinned memory, all of the budget allocated at once
+    is_pinned    use pinned memory, all of the budget allocated at once
+    num_threads  that divide the copies of one read
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class HostTier:
         *,
         dtype: torch.dtype = torch.float32,
         is_pinned: bool = False,
+        num_threads: int = 1,
     ) -> None:
         self._root = store_root
         self._layout = layout
@@ -73,7 +76,7 @@ class HostTier:
         self._worths = HeapDecayingLfu(self._cost_per_byte)
         self._evicted: list[str] = []
         self._memory: SlabMemory = Arena(budget_bytes) if is_pinned else PageableMemory()
-        self._is_pinned = is_pinned
+        self._is_pinned, self._num_threads = is_pinned, num_threads
         self.budget_bytes = budget_bytes
 
     def kept(self, digest: str) -> HostAdapter | AdapterSum | None:
@@ -119,7 +122,7 @@ class HostTier:
 
     def read(self, digest: str) -> HostAdapter:
         """Read the adapter again, into memory of the tier; errors as in `get`."""
-        return read_adapter(self._root, self._layout, digest, self._dtype, self.take)
+        return read_adapter(self._root, self._layout, digest, self._dtype, self.take, num_threads=self._num_threads)
 
     def drop(self, digest: str) -> None:
         """Forget the adapter; unknown digests, and sums, are ignored."""
@@ -204,7 +207,13 @@ def pageable(num_bytes: int) -> tuple[torch.Tensor, SlabMemory]:
 
 
 def read_adapter(
-    store_root: Path, layout: BaseLayout, digest: str, dtype: torch.dtype, take: Take = pageable
+    store_root: Path,
+    layout: BaseLayout,
+    digest: str,
+    dtype: torch.dtype,
+    take: Take = pageable,
+    *,
+    num_threads: int = 1,
 ) -> HostAdapter:
     """Read a published adapter; errors as in `HostTier.get`."""
     directory = adapter_dir(store_root, layout, digest)
@@ -247,12 +256,22 @@ def read_adapter(
     adapter = make_adapter(layout, digest, shapes, dtype, slab, memory, extras)
     if adapter.rows != manifest.rows:
         raise Malformed(f"Adapter {digest} is damaged on disk; delete it and upload it again.")
-    for module, held in adapter.slices.items():
-        for target, source in zip((held.a, held.b), stored[module], strict=True):
-            _copy(target, source)
-    for key, own in adapter.extras.items():
-        _copy(own, parts[key])
+    copies = [
+        pair for module, held in adapter.slices.items() for pair in zip((held.a, held.b), stored[module], strict=True)
+    ]
+    _copy_all([*copies, *((own, parts[key]) for key, own in adapter.extras.items())], num_threads)
     return adapter
+
+
+def _copy_all(copies: Sequence[tuple[torch.Tensor, torch.Tensor]], num_threads: int) -> None:
+    """Copy to each target from its source; raises as `_copy` does."""
+    if num_threads == 1:
+        for target, source in copies:
+            _copy(target, source)
+        return
+    with ThreadPoolExecutor(num_threads, "adapter-copies") as pool:
+        for copied in [pool.submit(_copy, *pair) for pair in copies]:
+            copied.result()
 
 
 def _trained(

@@ -2,7 +2,7 @@
 disk alone.
 
     .venv/bin/python -m bench.adapters.read [--shape 8b] [--rank 16] [--stored bfloat16] [--dtype bfloat16]
-                                             [--adapters 8] [--pinned]
+                                             [--adapters 8] [--pinned] [--threads 4]
 
 Adapters are random, on every projection of the shape; --stored is their dtype in the store, --dtype the engine's. Their
 files were just written, so that the system has them in memory. --pinned: into memory that a GPU copies from. Prints a
@@ -37,6 +37,7 @@ def main() -> None:
         parser.add_argument(flag, choices=("bfloat16", "float16", "float32"), default="bfloat16")
     parser.add_argument("--adapters", type=int, default=8)
     parser.add_argument("--pinned", action="store_true")
+    parser.add_argument("--threads", type=int, default=1, help="that divide the copies of one read")
     given = parser.parse_args()
     shape, dtype, stored = SHAPES[given.shape], getattr(torch, given.dtype), getattr(torch, given.stored)
     assert shape is not None
@@ -53,7 +54,8 @@ def main() -> None:
             upload.add_directory(root / f"made-{number}")
             digests.append(upload.finish(f"adapter-{number}")[0].digest)
         store.close()
-        tier = HostTier(root / "store", layout, 3 * num_bytes, dtype=dtype, is_pinned=given.pinned)
+        kind = {"dtype": dtype, "is_pinned": given.pinned, "num_threads": given.threads}
+        tier = HostTier(root / "store", layout, 3 * num_bytes, **kind)
         clock, processor = [], []
         for digest in digests:
             begun, begun_processor = time.perf_counter(), time.process_time()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -53,6 +54,9 @@ from service.models.loader import LoadedModel, choose_dtype, load_model
 from service.models.spec.config_json import read_config
 from service.models.spec.model_spec import ModelSpec, ShortConvSpec
 from service.models.spec.quantisation import quantisation_of
+
+# Beside a device, whose engine leaves the processor's other cores alone.
+_MAX_READ_THREADS = 4
 
 
 class Preparations:
@@ -177,12 +181,14 @@ def build_engine(
 
 def _host_tier(config: EngineConfig, loaded: LoadedModel) -> HostTier:
     """Takes a third of a second for each GiB that a device is to copy from."""
+    on_cpu = loaded.device.type == "cpu"
     return HostTier(
         Path(config.store_root),
         loaded.layout,
         config.host_tier_bytes if config.row_bytes > 0 else 0,
         dtype=in_use(loaded.device).row_dtype(loaded.dtype),
-        is_pinned=loaded.device.type != "cpu",
+        is_pinned=not on_cpu,
+        num_threads=1 if on_cpu else min(_MAX_READ_THREADS, os.cpu_count() or 1),
     )
 
 

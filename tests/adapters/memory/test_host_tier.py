@@ -41,12 +41,13 @@ def store(tmp_path: Path) -> Iterator[AdapterStore]:
 
 @pytest.mark.parametrize("stored", ["<f4", "<f2", "<u2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_threads", [1, 3])
 def test_rows_are_the_files_values_in_the_engines_dtype(
-    store: AdapterStore, tmp_path: Path, stored: str, dtype: torch.dtype
+    store: AdapterStore, tmp_path: Path, stored: str, dtype: torch.dtype, num_threads: int
 ) -> None:
     tensors = lora_tensors(LAYOUT, MODULES, 3, dtype=stored)
     record, _ = upload_bytes(store, "x", config_bytes(r=3, target_modules=TARGETS), safetensors_bytes(tensors))
-    adapter = HostTier(tmp_path, LAYOUT, 1 << 20, dtype=dtype).get(record.digest)
+    adapter = HostTier(tmp_path, LAYOUT, 1 << 20, dtype=dtype, num_threads=num_threads).get(record.digest)
     assert list(adapter.slices) == [report.module for report in record.manifest.modules]
     assert adapter.rows == {"attention": 3, "mlp": 3, "embeddings": 3}
     for module, held in adapter.slices.items():
@@ -123,12 +124,13 @@ def test_an_adapter_lives_on_after_its_files_are_gone(store: AdapterStore, tmp_p
         tier.get(digest)
 
 
-def test_weights_beyond_float16_are_refused_there(store: AdapterStore, tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_weights_beyond_float16_are_refused_there(store: AdapterStore, tmp_path: Path, num_threads: int) -> None:
     tensors = lora_tensors(LAYOUT, modules_ending(LAYOUT, "q_proj"), 4)
     next(iter(tensors.values()))[0, 0] = np.float32(1e6)
     record, _ = upload_bytes(store, "x", config_bytes(), safetensors_bytes(tensors))
     with pytest.raises(Unsupported, match="float16"):
-        read_adapter(tmp_path, LAYOUT, record.digest, torch.float16)
+        read_adapter(tmp_path, LAYOUT, record.digest, torch.float16, num_threads=num_threads)
     assert read_adapter(tmp_path, LAYOUT, record.digest, torch.bfloat16)
 
 
