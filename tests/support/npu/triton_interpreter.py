@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -26,7 +27,8 @@ def kernels_wished_for(ops: Iterable[str], patch: pytest.MonkeyPatch) -> Iterato
 
 def look_up_once(patch: pytest.MonkeyPatch) -> None:
     """The interpreter replaces all of Triton's language at each call of a function by a kernel, as it did when the
-    kernel was launched, and writes a table of types for each load and cast. That is half of the time of a launch."""
+    kernel was launched, and writes a table of types for each load and cast. It computes whether a sum or a product
+    overflows, and asks nobody where it does not debug. That is most of the time of a launch."""
     from triton.runtime import interpreter
     from triton.runtime.interpreter import GridExecutor, tl
 
@@ -57,6 +59,9 @@ def look_up_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(GridExecutor, "__call__", launch_afresh)
     patch.setattr(interpreter, "_patch_lang", replace_once)
     patch.setattr(interpreter, "_get_np_dtype", known_numpy_type)
+    options = interpreter.interpreter_builder.options
+    options = dataclasses.replace(options, sanitize_overflow=options.debug)
+    patch.setattr(interpreter.interpreter_builder, "options", options)
 
 
 def multiply_bfloat16(patch: pytest.MonkeyPatch) -> None:
