@@ -86,7 +86,10 @@ def main() -> None:
     size = arguments.requests, arguments.prompt_words, arguments.output_tokens
     rounds = []
     for number in range(arguments.rounds + 1):
-        figures = measure(arguments.url, bodies(arguments.models, *size, rng))
+        try:
+            figures = measure(arguments.url, bodies(arguments.models, *size, rng))
+        except (RuntimeError, OSError) as error:
+            parser.exit(1, f"{arguments.url}: {error}\n")
         if number:
             rounds.append(asdict(figures))
             print("  ".join(f"{name} {cell(value)}" for name, value in rounds[-1].items()), flush=True)

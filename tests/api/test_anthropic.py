@@ -33,6 +33,12 @@ def said(text: str, **more: Any) -> dict[str, Any]:
     return {"type": "text", "text": text, **more}
 
 
+def held(block: dict[str, Any]) -> dict[str, Any]:
+    """A conversation that ends with one block, of the role that has such blocks."""
+    role = "assistant" if block["type"] == "tool_use" else "user"
+    return {"messages": [*ASKED["messages"], {"role": role, "content": [block]}]}
+
+
 def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
     events = []
     for event in answer.text.strip().split("\n\n"):
@@ -368,6 +374,10 @@ class TestRequests:
             ({"tools": [{**ADD, "name": "a b"}]}, "tools[0].name"),
             ({"tools": [ADD, ADD]}, "two tools"),
             ({"tools": [{**ADD, "parameters": {}}]}, "parameters"),
+            (held({"type": "tool_use", "id": "a", "name": "add", "input": "x"}), "must be an object"),
+            (held({"type": "tool_use", "id": 1, "name": "add", "input": {}}), "`id` of a part of type 'tool_use'"),
+            (held({"type": "tool_result", "tool_use_id": "a", "content": 5}), "must be a text or a list of parts"),
+            (held({"type": "tool_result", "tool_use_id": "a", "is_error": "maybe"}), "must be true or false"),
             ({"tool_choice": {"type": "any"}}, "tool_choice"),
             ({"tool_choice": "auto"}, '`tool_choice` must be {"type": "auto"}'),
             ({"tools": [ADD], "tool_choice": {"type": "required"}}, '{"type": "any"}'),

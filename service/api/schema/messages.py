@@ -39,6 +39,13 @@ _BLOCKS = {
     "tool_addition": ("system", ("tool",)),
     "tool_removal": ("system", ("tool",)),
 }
+# What their fields must be, but for texts.
+_FORMS = {
+    "input": "an object",
+    "content": "a text or a list of parts of type 'text'",
+    "is_error": "true or false",
+    "tool": 'an object {"type": "tool_reference", "name": ...}',
+}
 # Claude Code's version and session, which differ from request to request: as the prompt's beginning they would keep
 # the prefix cache from anything behind them.
 _BILLING = "x-anthropic-billing-header"
@@ -100,6 +107,20 @@ class ContentBlock(_Kept):
     content: str | Annotated[list[ResultBlock], FIRST] | None = Field(None, description="the result of a tool")
     is_error: bool | None = Field(None, description="whether the tool failed, which the model is told")
     tool: ToolReference | None = Field(None, description="which tool the model is told of, or no more")
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _check_form(cls, value: Any, read: ModelWrapValidatorHandler[ContentBlock]) -> ContentBlock:
+        try:
+            return read(value)
+        except ValidationError as error:  # which would be told as of a chat's `content`
+            faults = error.errors(include_input=False)
+            name = str(faults[0]["loc"][0]) if faults[0]["loc"] else ""
+            has_own = any(fault["type"] in ("field", "literal_error", "string_unicode") for fault in faults)
+            if has_own or name not in cls.model_fields or not isinstance(value.get("type"), str):
+                raise
+            sentence = f"`{name}` of a part of type {quoted(value['type'])!r} must be {_FORMS.get(name, 'a text')}."
+            raise field_error(name, sentence) from None
 
     @model_validator(mode="after")
     def _check_type(self) -> ContentBlock:
