@@ -270,8 +270,8 @@ def _copy_all(copies: Sequence[tuple[torch.Tensor, torch.Tensor]], num_threads: 
             _copy(target, source)
         return
     with ThreadPoolExecutor(num_threads, "adapter-copies") as pool:
-        for copied in [pool.submit(_copy, *pair) for pair in copies]:
-            copied.result()
+        for _ in pool.map(_copy, *zip(*copies, strict=True)):  # which leaves its futures, and their errors, to nobody
+            pass
 
 
 def _trained(

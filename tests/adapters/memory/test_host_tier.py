@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,8 +14,8 @@ import pytest
 import torch
 
 from adapters.errors import Malformed, NotFound, Unsupported
-from adapters.memory.host_tier import HostTier, read_adapter
-from adapters.memory.slab import ALIGNMENT_BYTES, PageableMemory
+from adapters.memory.host_tier import HostTier, pageable, read_adapter
+from adapters.memory.slab import ALIGNMENT_BYTES, PageableMemory, SlabMemory
 from adapters.store.store import AdapterStore, StoreLimits
 from tests.support.adapter_files import (
     HIDDEN,
@@ -129,8 +131,20 @@ def test_weights_beyond_float16_are_refused_there(store: AdapterStore, tmp_path:
     tensors = lora_tensors(LAYOUT, modules_ending(LAYOUT, "q_proj"), 4)
     next(iter(tensors.values()))[0, 0] = np.float32(1e6)
     record, _ = upload_bytes(store, "x", config_bytes(), safetensors_bytes(tensors))
-    with pytest.raises(Unsupported, match="float16"):
-        read_adapter(tmp_path, LAYOUT, record.digest, torch.float16, num_threads=num_threads)
+    slabs: list[weakref.ref[torch.Tensor]] = []
+
+    def noted(num_bytes: int) -> tuple[torch.Tensor, SlabMemory]:
+        slab, memory = pageable(num_bytes)
+        slabs.append(weakref.ref(slab))
+        return slab, memory
+
+    gc.disable()
+    try:
+        with pytest.raises(Unsupported, match="float16"):
+            read_adapter(tmp_path, LAYOUT, record.digest, torch.float16, noted, num_threads=num_threads)
+        assert slabs[0]() is None, "its memory is free at once"
+    finally:
+        gc.enable()
     assert read_adapter(tmp_path, LAYOUT, record.digest, torch.bfloat16)
 
 
