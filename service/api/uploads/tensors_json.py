@@ -164,7 +164,8 @@ class TensorsJson:
         num_ready = len(whole) if end >= 0 else max(0, len(whole) - 4) // 4 * 4
         if end < 0 and num_ready and whole[num_ready - 1] == _PADDING:
             raise BadRequest(_PADDED, param="serialized_tensors")
-        if is_escaped and b"\\" in whole[:num_ready]:
+        # Of `\\/` one backslash is left before the slash, and the next piece would join them.
+        if is_escaped and (b"\\\\" in text or b"\\" in whole[:num_ready]):
             raise BadRequest(f"{_NOT_BASE64}.", param="serialized_tensors")
         self._write(memoryview(whole)[:num_ready])
         self._undecoded = whole[num_ready:]

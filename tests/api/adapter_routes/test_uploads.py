@@ -213,6 +213,7 @@ def test_tensors_come_in_any_pieces_and_order(
         (tensors_body(serialized_tensors="AA==AAAA" * 90), "base64"),
         (tensors_body(serialized_tensors=base64.encodebytes(TENSORS).decode()), "base64"),
         (json.dumps(tensors_body(serialized_tensors="AAAA" * 9)).replace("AAAA", "\\u0041AAA", 1).encode(), "base64"),
+        (json.dumps(tensors_body(serialized_tensors="AAAAAAA/" + "A" * 24)).replace("/", "\\\\/").encode(), "base64"),
         (tensors_body(serialized_tensors=None), "serialized_tensors"),
         (tensors_body(serialized_tensors=[base64.b64encode(TENSORS).decode()]), "serialized_tensors"),
         (tensors_body(load_format="flattened_bucket"), "safetensors"),
