@@ -139,8 +139,9 @@ class Protocol(H11Protocol):
         self._client = client
 
     def reads_upload(self) -> None:
-        """The body that comes is an upload that has its place: it is read in larger pieces."""
-        self._most_read_bytes = _UPLOAD_READ_BYTES
+        """The body that comes is an upload that has its place: what is still to come is read in larger pieces."""
+        if self.conn.their_state is h11.SEND_BODY:
+            self._most_read_bytes = _UPLOAD_READ_BYTES
 
     @property
     def _owner(self) -> str:
@@ -247,7 +248,8 @@ class Protocol(H11Protocol):
     def on_response_complete(self) -> None:
         """A request is answered."""
         super().on_response_complete()
-        if self.timeout_keep_alive_task is not None and self.conn.their_state is h11.IDLE:
+        is_idle = self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]
+        if self.timeout_keep_alive_task is not None and is_idle:
             self._shares.rest(self)
 
     def _unset_keepalive_if_required(self) -> None:
@@ -255,18 +257,24 @@ class Protocol(H11Protocol):
         self._shares.wake(self)
 
     def close_if_idle(self) -> bool:
-        """Close it between two requests, and count it down at once; False if it is closing, or has input. On a busy
-        machine the look at its sockets may be old: what came since is read, and not cut off."""
-        if self.transport.is_closing() or _has_input(self.transport.get_extra_info("socket").fileno()):
-            return False
-        self._unset_keepalive_if_required()
-        self._end_count()
-        self.transport.close()
-        return True
+        """Close it between two requests, and count it down at once; False if it is closing, or has input, or its client
+        has not taken all of its answer: its socket would stay for that."""
+        return self._unsent is None and self._close_if_silent()
 
     def timeout_keep_alive_handler(self) -> None:
         """Close a connection without a request for long."""
-        self.close_if_idle()
+        self._close_if_silent()
+
+    def _close_if_silent(self) -> bool:
+        """Close it once all is sent, unless it has input: on a busy machine the look at its sockets may be old, and
+        what came since is read, and not cut off."""
+        if self.transport.is_closing() or _has_input(self.transport.get_extra_info("socket").fileno()):
+            return False
+        self._unset_keepalive_if_required()
+        if self._unsent is None:
+            self._end_count()
+        self.transport.close()
+        return True
 
     def look(self, stall_limit_seconds: float) -> None:
         """End the connection if its client has been too slow for so long."""

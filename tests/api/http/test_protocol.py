@@ -31,11 +31,13 @@ async def some_passes() -> None:
         await asyncio.sleep(0)
 
 
-async def started(application: Any, made: list[Protocol] | None = None) -> tuple[asyncio.Server, ServerState]:
+async def started(
+    application: Any, made: list[Protocol] | None = None, shares: ConnectionShares | None = None
+) -> tuple[asyncio.Server, ServerState]:
     """The application, served on a port of its own. made: where its connections go."""
     config = uvicorn.Config(application, log_config=None, proxy_headers=False, timeout_keep_alive=3600)
     config.load()
-    shares, turns, server_state = ConnectionShares(4), ReadScheduler(), ServerState()
+    shares, turns, server_state = shares or ConnectionShares(4), ReadScheduler(), ServerState()
 
     def make() -> Protocol:
         named: dict[str, Any] = {"config": config, "server_state": server_state, "app_state": {}}
@@ -203,6 +205,8 @@ def test_an_upload_is_read_in_larger_pieces_and_what_follows_is_not() -> None:
         server, _ = await started(application, connections)
         reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
         for path in ("/upload", "/other"):
+            writer.write(b"PUT /upload HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\na")  # all of which has come
+            await reader.readuntil(b"\r\n\r\n.")
             received.clear()
             writer.write(b"PUT %b HTTP/1.1\r\nHost: x\r\nContent-Length: 5000000\r\n\r\n" % path.encode())
             for num_bytes in (10, 10):
@@ -268,6 +272,43 @@ def test_a_request_that_came_before_the_end_of_the_wait_for_it_is_answered() -> 
         connections[0].timeout_keep_alive_handler()
         while server_state.connections:
             await asyncio.sleep(0)
+        client.close()
+        server.close()
+
+    asyncio.run(asyncio.wait_for(run(), LIMIT_SECONDS))
+
+
+@pytest.mark.parametrize("is_unsent", [True, False])
+def test_a_connection_with_an_answer_or_a_request_on_its_way_is_not_idle(is_unsent: bool) -> None:
+    """Who does not read an answer would have a socket that counts no more; a proxy may have sent half a head."""
+    connections: list[Protocol] = []
+    body = b"." * (1 << 24 if is_unsent else 1)
+    get = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+
+    async def application(_scope: Any, _receive: Any, send: Callable[..., Any]) -> None:
+        length = b"%d" % len(body)
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", length)]})
+        await send({"type": "http.response.body", "body": body})
+
+    async def run() -> None:
+        server, server_state = await started(application, connections, ConnectionShares(1, ["127.0.0.1"]))
+        address = server.sockets[0].getsockname()
+        client = socket.create_connection(address)
+        client.sendall(get if is_unsent else get + get[:9])
+        while not server_state.total_requests:
+            await asyncio.sleep(0)
+        for _ in range(1 + is_unsent):
+            reader, writer = await asyncio.open_connection(*address)
+            assert b" 429 " in await reader.readline()
+            writer.close()
+            if is_unsent:  # and after the wait for its next request, which closes it once all is sent
+                connections[0].timeout_keep_alive_handler()
+        if not is_unsent:
+            client.sendall(get[9:])
+        expected = len(body) if is_unsent else 2
+        answers = b""
+        while answers.count(b".") - answers.count(b"1.1") < expected:
+            answers += await asyncio.to_thread(client.recv, 1 << 20)
         client.close()
         server.close()
 
