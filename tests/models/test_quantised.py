@@ -102,9 +102,10 @@ def test_a_quantised_checkpoint_may_be_held_in_floats(tmp_path: Path, caplog: py
 def test_prompts_are_rounded_where_weights_are_in_float8_alone(weights: Any, dtype: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"--fp8-activations needs weights in float8.* or with --weights fp8"):
         load_model(make_tiny_model("llama", tmp_path), dtype=dtype, weights=weights, rounds_prompts=True)
-    options = EngineOptions(model_dir=str(tmp_path), store_root=str(tmp_path), device="cpu", fp8_activations=True)
-    with pytest.raises(BackendError, match="served on NVIDIA GPUs alone: serve without it"):
-        build_engine(options)
+    for device in ("cpu", "npu", "npu:1"):  # torch knows "npu" with torch_npu alone
+        options = EngineOptions(model_dir=str(tmp_path), store_root=str(tmp_path), device=device, fp8_activations=True)
+        with pytest.raises(BackendError, match="served on NVIDIA GPUs alone: serve without it"):
+            build_engine(options)
 
 
 def test_nf4_has_the_bits_of_bitsandbytes() -> None:
