@@ -90,8 +90,8 @@ def gptq(weight: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
 
 
 def awq(weights: Sequence[torch.Tensor], squares: torch.Tensor, sizes: torch.Tensor) -> list[torch.Tensor]:
-    """Of projections that read the same inputs: those are scaled by a power of their mean size, the one of twenty with
-    the smallest error of the outputs, before the weights are rounded to the nearest."""
+    """Projections that read the same inputs: those are scaled by a power of their mean size, the one of twenty with the
+    smallest error of the outputs, before the weights are rounded to the nearest."""
     rounded, best, least = integers(4, GROUP, symmetric=False), [*weights], math.inf
     for step in range(20):
         scales = sizes.clamp(min=1e-4) ** (step / 20)

@@ -77,7 +77,7 @@ class Subject:
 
     @property
     def num_cached_tokens(self) -> int:
-        """That the blocks on the device hold at most."""
+        """Tokens that the blocks on the device hold at most."""
         return self._warm.engine.blocks.num_blocks * self.block_size_tokens
 
     @property

@@ -205,7 +205,7 @@ ROUNDED = {"odd": (48, 208), "in parts": (512, 256)}
 def test_products_of_many_tokens_round_their_inputs(
     name: str, triton_cuda: ModuleType, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a token alone, whatever is beside it; rows of A and decode steps read inputs as they are."""
+    """Each token is rounded alone, whatever is beside it; rows of A and decode steps read inputs as they are."""
     out_features, in_features = ROUNDED[name]
     if name == "in parts":
         monkeypatch.setattr(triton_cuda, "_SCRATCH_BYTES", 1)

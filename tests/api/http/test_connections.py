@@ -435,7 +435,7 @@ class Kept:
         return self.answer()
 
     def answer(self) -> bytes:
-        """What comes next, with a body of JSON."""
+        """The next answer, with a body of JSON."""
         answer = b""
         while b"\r\n\r\n" not in answer or not answer.endswith(b"}"):
             piece = self.socket.recv(1 << 16)
@@ -471,7 +471,7 @@ def test_a_tenant_has_half_of_the_connections_from_wherever_they_come(guarded: S
 
 
 def test_connections_that_are_idle_longest_are_closed_for_new_ones(guarded: Server) -> None:
-    """Of the same tenant where its half is full, of anybody where all are."""
+    """One of the same tenant goes where its half is full, one of anybody where all are."""
     with ExitStack() as stack:
 
         def kept(key: str) -> Kept:

@@ -280,7 +280,8 @@ def test_a_request_that_came_before_the_end_of_the_wait_for_it_is_answered() -> 
 
 @pytest.mark.parametrize("is_unsent", [True, False])
 def test_a_connection_with_an_answer_or_a_request_on_its_way_is_not_idle(is_unsent: bool) -> None:
-    """Who does not read an answer would have a socket that counts no more; a proxy may have sent half a head."""
+    """A client that does not read its answer would keep a socket that is not counted; a proxy may have sent half a
+    head."""
     connections: list[Protocol] = []
     body = b"." * (1 << 24 if is_unsent else 1)
     get = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
