@@ -97,8 +97,11 @@ class Runner(Protocol):
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy keys and values of whole blocks, in all layers, before the next step runs."""
 
-    def run_with_hidden(self, batch: StepBatch, sizes: StepSizes) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `run`, and the hidden states of all tokens behind the final norm: [tokens, hidden_size]. Runs eagerly."""
+    def run_with_hidden(
+        self, batch: StepBatch, sizes: StepSizes, *, of_all: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `run`, and the hidden states behind the final norm: [tokens, hidden_size], or of the tokens with logits
+        alone. Runs eagerly."""
 
 
 class ModelRunner:
@@ -219,10 +222,12 @@ class ModelRunner:
         """See `Runner.copy_blocks`."""
         self.caches.copy_blocks(torch.tensor([sources, targets]).to(self.capacity.device, non_blocking=True))
 
-    def run_with_hidden(self, batch: StepBatch, sizes: StepSizes) -> tuple[torch.Tensor, torch.Tensor]:
+    def run_with_hidden(
+        self, batch: StepBatch, sizes: StepSizes, *, of_all: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Runner.run_with_hidden`."""
         self.captured.note_eager(sizes, HIDDEN)
-        return self._model.forward_with_hidden(batch, self.caches)
+        return self._model.forward_with_hidden(batch, self.caches, of_all=of_all)
 
     def _forward(self, batch: StepBatch, sizes: StepSizes) -> None:
         self._logits_of[sizes] = self._model.forward(batch, self.caches, self._logits)

@@ -150,10 +150,13 @@ class StepLauncher:
     def run(self, step: FilledStep) -> ModelOutput:
         """The model's answer; the next step that runs may write to the memory of its logits."""
         self._copy_blocks(step.chunks)
-        if not any(chunk.sequence.request.pooling for chunk in step.chunks):
+        poolings = {chunk.sequence.request.pooling for chunk in step.chunks}
+        if not any(poolings):
             return ModelOutput(self._runner.run(step.batch, step.sizes), PooledStep())
-        logits, hidden = self._runner.run_with_hidden(step.batch, step.sizes)
-        return ModelOutput(logits, self._pools.pool(hidden, step.chunks))
+        # Others read the last token of a prompt, which has logits: its last layer need not feed all tokens forward.
+        of_all = "mean" in poolings
+        logits, hidden = self._runner.run_with_hidden(step.batch, step.sizes, of_all=of_all)
+        return ModelOutput(logits, self._pools.pool(hidden, step.chunks, of_all=of_all))
 
     @torch.inference_mode()
     def sample(self, step: FilledStep, output: ModelOutput, masks: torch.Tensor | None) -> StepResult:

@@ -199,11 +199,13 @@ class Pools:
     def __init__(self) -> None:
         self._sums: dict[int, torch.Tensor] = {}
 
-    def pool(self, hidden: torch.Tensor, chunks: abc.Sequence[ScheduledChunk]) -> PooledStep:
-        """hidden  [tokens, hidden_size] of the chunks, in their order, and of padding"""
+    def pool(self, hidden: torch.Tensor, chunks: abc.Sequence[ScheduledChunk], *, of_all: bool = True) -> PooledStep:
+        """hidden  [tokens, hidden_size] of the chunks, in their order, and of padding; unless of_all, of their tokens
+        with logits alone
+        """
         sequences, vectors, start = [], [], 0
         for chunk in chunks:
-            sequence, end = chunk.sequence, start + chunk.num_tokens
+            sequence, end = chunk.sequence, start + (chunk.num_tokens if of_all else chunk.num_logits)
             if sequence.request.pooling is not None:
                 vector = self._added(chunk, hidden[start:end])
                 if vector is not None:

@@ -161,12 +161,16 @@ class Decoder:
         return memory[: logits.numel()].view(logits.shape).copy_(logits)
 
     @torch.inference_mode()
-    def forward_with_hidden(self, batch: StepBatch, caches: Caches) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `forward`, with the hidden states of all tokens behind the final norm, [num_tokens, hidden_size] in the
-        model's dtype."""
+    def forward_with_hidden(
+        self, batch: StepBatch, caches: Caches, *, of_all: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `forward`, with hidden states behind the final norm, [num_tokens, hidden_size] in the model's dtype, or
+        [num_rows, hidden_size] of `batch.logits_rows` unless `of_all`."""
+        rows = batch.logits_rows
         with batch_invariant_mode(batch.token_ids.device):
-            hidden, rows = self._hidden(batch, caches, None), batch.logits_rows
-            logits = self._logits(hidden if rows is None else hidden.index_select(0, rows), batch)
+            hidden = self._hidden(batch, caches, None if of_all else rows)
+            wanted = hidden.index_select(0, rows) if of_all and rows is not None else hidden
+            logits = self._logits(wanted, batch)
         return logits, hidden
 
     def _logits(self, hidden: torch.Tensor, batch: StepBatch, memory: torch.Tensor | None = None) -> torch.Tensor:

@@ -382,9 +382,13 @@ class MockRunner:
             self._origins[place] = origins[-1]
         return origins
 
-    def run_with_hidden(self, batch: StepBatch, sizes: StepSizes) -> tuple[torch.Tensor, torch.Tensor]:
+    def run_with_hidden(
+        self, batch: StepBatch, sizes: StepSizes, *, of_all: bool = True
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The hidden state of a token is the token and its position."""
-        return self.run(batch, sizes), torch.stack([batch.token_ids, batch.positions], dim=1).float()
+        hidden = torch.stack([batch.token_ids, batch.positions], dim=1).float()
+        rows = None if of_all else batch.logits_rows
+        return self.run(batch, sizes), hidden if rows is None else hidden.index_select(0, rows)
 
     def _check_line(self, batch: StepBatch, sequence: int, origins: list[int], first: int) -> None:
         """The state that is read follows from the tokens so far."""
