@@ -114,9 +114,12 @@ def test_equal_prompts_sent_at_once_are_computed_once(cached: Cached) -> None:
     key = cached.key("at-once", "infer", "admin")
     queried, hit = (cached.metric(f"vllm:prefix_cache_{name}_total", key) for name in ("queries", "hits"))
     shown = cached.metric("multilora_cached_prompt_tokens_total", key)
+    # One token behind the last whole block: so much computes each that comes when the first one's prompt is done.
+    prompt = (TEXT[3:] * 6)[:-5]
     with ThreadPoolExecutor(64) as clients:
-        found = list(clients.map(lambda _: cached.usage(key, prompt=TEXT[3:] * 6), range(64)))
+        found = list(clients.map(lambda _: cached.usage(key, prompt=prompt), range(64)))
     num_prompt = found[0][0]
+    assert num_prompt % BLOCK == 1
     wait_for(
         lambda: cached.metric("multilora_prefix_cache_queries_total", key) == queried + 64 * num_prompt,
         "the engine's report",
