@@ -1,4 +1,4 @@
-"""What Triton's interpreter gets wrong or does again and again, made right for the tests."""
+"""Mends of Triton's interpreter for the tests: wrong results, and work that it does again and again."""
 
 from __future__ import annotations
 
