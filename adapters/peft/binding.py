@@ -336,6 +336,12 @@ def _notes(
     names = config.target_modules if isinstance(config.target_modules, tuple) else ()
     known_endings = {ending for tail in (*known.by_tail, *_renamed(known, found)) for ending in endings(tail)}
     unused = [name for name in names if tail_of(name) not in known_endings]
+    is_ordered = any(entry.has_ordered_ranks for entry in others.experts.values())
+    if is_ordered and config.is_of_unsloth and config.has_grouped_experts is None:
+        notes.append(
+            "lora_B of the experts is read in PEFT's order. It names Unsloth, which trained in another one before "
+            "September 2026: if the answers lack what it learnt, upload it with expert_b_order=grouped_by_expert."
+        )
     if config.has_biases and not any(extra.part == BIAS for extra in others.extras):
         notes.append("The file has no biases, though `bias` says that they were trained: those of the base stay.")
     if config.invocation:

@@ -59,6 +59,7 @@ TASK_TYPES = frozenset({None, "CAUSAL_LM", "FEATURE_EXTRACTION", CLASSIFICATION}
 HEADS = ("classifier", "score")
 MAX_LABELS = 4096
 MAX_LABEL_CHARS = 256
+EXPERT_ORDERS = ("rank_major", "grouped_by_expert")
 HARMLESS_INITS = frozenset({"eva", "gaussian", "mica", "orthogonal"})
 KNOWN = frozenset(
     {
@@ -112,7 +113,9 @@ class AdapterConfig:
 
     target_modules, exclude_modules  names (or path endings), or one regular expression / "all-linear"
     target_parameters                names (or path endings) of adapted parameters: a router's weight, or all experts'
-    has_grouped_experts              lora_B of experts has its columns expert after expert, and not rank after rank
+    has_grouped_experts              lora_B of experts has its columns expert after expert, and not rank after rank;
+                                     None: nobody says
+    is_of_unsloth                    it names Unsloth, as its maker or that of its base
     layers_to_transform              None = all; only with a list of target_modules
     has_biases                       biases of the base's own projections were trained (`bias` "all" or "lora_only")
     use_dora, lora_bias              each adapted projection has a magnitude, or a bias beside lora_B
@@ -143,7 +146,8 @@ class AdapterConfig:
     invocation: tuple[int, ...] = ()
     trained_tokens: dict[str, tuple[int, ...]] = field(default_factory=dict)
     target_parameters: tuple[str, ...] = ()
-    has_grouped_experts: bool = False
+    has_grouped_experts: bool | None = None
+    is_of_unsloth: bool = False
     peft_version: str | None = None
     needs_head: bool = False
     head_facts: HeadFacts = field(default_factory=lambda: HeadFacts())
@@ -177,6 +181,7 @@ def parse_config(text: bytes) -> AdapterConfig:
         modules_to_save=_saved(fields),
         target_parameters=_parameters(fields.get("target_parameters")),
         has_grouped_experts=_has_grouped_experts(fields.get("lora_B_layout")),
+        is_of_unsloth=_names_unsloth(fields),
         peft_version=_version(fields.get("peft_version")),
         needs_head=fields.get("task_type") == CLASSIFICATION,
         head_facts=HeadFacts.of(fields, "adapter_config.json"),
@@ -361,13 +366,19 @@ def _parameters(value: Any) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else names
 
 
-def _has_grouped_experts(value: Any) -> bool:
-    if value not in (None, "rank_major", "grouped_by_expert"):
+def _has_grouped_experts(value: Any) -> bool | None:
+    if value not in (None, *EXPERT_ORDERS):
         raise Unsupported(
             f"adapter_config.json: lora_B_layout {_show(value)} is not known; it is 'rank_major' or "
             "'grouped_by_expert'."
         )
-    return bool(value == "grouped_by_expert")
+    return None if value is None else bool(value == "grouped_by_expert")
+
+
+def _names_unsloth(fields: dict[str, Any]) -> bool:
+    """Its configurations have `unsloth_fixed`, beside or in auto_mapping, and many bases are its own."""
+    told = fields.get("auto_mapping"), fields.get("base_model_name_or_path")
+    return "unsloth_fixed" in fields or any("unsloth" in str(one)[:4096].lower() for one in told)
 
 
 def _version(value: Any) -> str | None:

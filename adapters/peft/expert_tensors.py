@@ -61,6 +61,14 @@ class FoundExperts:
     path: str
     sides: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
+    @property
+    def has_ordered_ranks(self) -> bool:
+        """Whether ranks and experts share an axis of lora_B, as in parameters, so that their order matters."""
+        return any(
+            _NESTED.fullmatch(rest) is not None and "A" in sides and sides["A"].shape[0] > self.experts.num
+            for rest, sides in self.sides.items()
+        )
+
     def add(self, rest: str, side: str, tensor: Tensor) -> str | None:
         """Returns the reason if it is none of the forms."""
         if _NESTED.fullmatch(rest) is None and rest not in _STACKED:

@@ -70,6 +70,12 @@ class Upload:
         with self._at_work:
             self._open_staging().without_tokenizer = True
 
+    def order_experts(self, expert_b_order: str) -> None:
+        """Read lora_B of experts in this order, one of `adapters.peft.config.EXPERT_ORDERS`; called before files
+        come."""
+        with self._at_work:
+            self._open_staging().expert_b_order = expert_b_order
+
     def check_config(self) -> None:
         """Refuse now what `finish` would refuse for the configuration alone. Call it when its part is closed: the
         tensors that follow are gigabytes. Raises Malformed, Unsupported."""

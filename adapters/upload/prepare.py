@@ -85,6 +85,8 @@ class Intake:
             followed = None
         binding = followed.binding if followed is not None else bind_header(config, tensors, self._layout)
         binding = with_split_blocks(binding.with_head_of(staging.read("model_config"), MODEL_CONFIG_FILE), tensors)
+        if staging.expert_b_order is not None and all(bound.num_experts == 1 for bound in binding.slices):
+            raise Malformed("The adapter has no experts; leave expert_b_order out.")
         notes = check_spare_rows(binding, text.num_padding_tokens)
         binding = check_binding(binding, tensors, self.row_plan, self._base)
         if binding.base_copies and self._base is not None and not self._base.can_compare:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Callable, Generator, Sequence
@@ -12,7 +13,7 @@ from adapters.errors import Malformed, Unsupported
 from adapters.files.durable_files import store_faults_are_ours
 from adapters.files.memory_files import MemoryFiles
 from adapters.files.paths import CONFIG_FILE, TENSOR_FILE
-from adapters.files.safetensors_header import join_shards, printable
+from adapters.files.safetensors_header import join_shards, parse_json_object, printable
 from adapters.peft.bound_tensors import Binding
 from adapters.peft.canonical_file import Scan
 from adapters.peft.config import parse_config
@@ -73,6 +74,7 @@ class Staging:
         self.followed: Followed | None = None
         self._follow = follow
         self.without_tokenizer = False  # whether files of the tokenizer are left out
+        self.expert_b_order: str | None = None  # what the configuration is to say of it
         self._shards: dict[str, Path] = {}
 
     def open(self, role: Role, shown_name: str) -> UploadPart:
@@ -208,6 +210,8 @@ class Staging:
         if path is None:
             return None
         _refuse_lfs_pointer(path, role)
+        if role == "config" and self.expert_b_order is not None:
+            return _with_expert_order(path.read_bytes(), self.expert_b_order)
         return path.read_bytes()
 
     def require(self) -> tuple[bytes, Path]:
@@ -280,6 +284,17 @@ def _check_member(path: PurePosixPath, config: Path) -> None:
         raise type(error)(
             f"{error} That is the archive's {shown!r}; if it is not the adapter that you want, pack without its folder."
         ) from None
+
+
+def _with_expert_order(text: bytes, order: str) -> bytes:
+    """adapter_config.json that says in which order lora_B of experts is. Raises Malformed where it says another."""
+    fields = parse_json_object(text, CONFIG_FILE)
+    if (told := fields.get("lora_B_layout")) not in (None, order):
+        raise Malformed(
+            f"{CONFIG_FILE}: lora_B_layout is {printable(str(told)[:100])!r}, and expert_b_order {order!r}; send one "
+            "of them, or both alike."
+        )
+    return json.dumps({**fields, "lora_B_layout": order}).encode()
 
 
 def _refuse_lfs_pointer(path: Path, what: str) -> None:

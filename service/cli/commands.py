@@ -47,8 +47,9 @@ def upload(arguments: argparse.Namespace) -> int:
     said = {part: getattr(arguments, part) for part in ("note", "visibility", "shared_with")}
     data = {part: text for part, text in said.items() if text}
     asked = [f"{one}=true" for one in ("probe", "without_tokenizer", "ephemeral") if getattr(arguments, one)]
-    if arguments.on_new_version is not None:
-        asked.append(f"on_new_version={arguments.on_new_version}")
+    for one in ("on_new_version", "expert_b_order"):
+        if getattr(arguments, one) is not None:
+            asked.append(f"{one}={getattr(arguments, one)}")
     path += "?" * bool(asked) + "&".join(asked)
     with ExitStack() as opened, _readable(arguments.path):
         parts = [(part, _sendable(file), opened.enter_context(file.open("rb"))) for part, file in files.items()]

@@ -191,6 +191,8 @@ def _add_upload(parser: argparse.ArgumentParser) -> None:
     )
     text = "leave out the files of its tokenizer, which name tokens that it was not trained with"
     parser.add_argument("--without-tokenizer", action="store_true", help=text)
+    text = "order of lora_B in parameters of experts that an older Unsloth trained; default: as the adapter says"
+    parser.add_argument("--expert-b-order", choices=("rank_major", "grouped_by_expert"), help=text)
     text = "keep it in the server's memory alone, until that ends"
     parser.add_argument("--ephemeral", action="store_true", help=text)
     text = "what requests that do not say do from now on when its name moves; default: as before"

@@ -159,7 +159,7 @@ def deltas_of(adapter: HostAdapter, part: str, path: str = EXPERTS) -> torch.Ten
     return held.scaling * b.transpose(1, 2) @ a
 
 
-VERSIONS = [f"{version}-{case}" for version in ("0.18.1", "0.19.0", "0.19.1", "0.21.2")
+VERSIONS = [f"{version}-{case}" for version in ("0.17.1", "0.18.1", "0.19.0", "0.19.1", "0.21.2")
             for case in ("odd", "wide", "square")]  # fmt: skip
 
 
@@ -274,6 +274,42 @@ def test_all_forms_of_one_training_are_one_adapter(family: str, tmp_path: Path) 
             torch.testing.assert_close(found, 1.5 * b @ a, msg=lambda m, f=form: f"{f}: {m}")
         digests[form] = record.digest
     assert len(set(digests.values())) == 1, digests
+
+
+def ordered(root: Path, order: str | None, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> AdapterRecord:
+    """The adapter of an upload with this `expert_b_order`, whose archive is it again."""
+    layout = small_layout()
+    publish(root / "files", layout, tensors, config)
+    store = AdapterStore(root / "store", layout, base_name=BASE)
+    upload = store.begin()
+    if order is not None:
+        upload.order_experts(order)
+    upload.add_directory(root / "files")
+    record, _ = upload.finish("a")
+    store.close()
+    return record
+
+
+def test_the_order_of_b_is_said_at_the_upload_where_the_file_does_not(tmp_path: Path) -> None:
+    deltas = random_deltas()
+    right = ordered(tmp_path / "right", None, parameters_form(deltas), OF_PARAMETERS)
+    grouped, unmarked = parameters_form(deltas, order="o e r"), OF_PARAMETERS | {"base_model_name_or_path": "unsloth/x"}
+    for order, config in (
+        ("grouped_by_expert", unmarked),
+        ("grouped_by_expert", unmarked | {"lora_B_layout": "grouped_by_expert"}),
+    ):
+        assert ordered(tmp_path / str(len(config)), order, grouped, config).digest == right.digest
+    other = ordered(tmp_path / "taken-for-peft", None, grouped, unmarked)
+    assert other.digest != right.digest
+    said = "if the answers lack what it learnt, upload it with expert_b_order=grouped_by_expert"
+    assert said in str(other.manifest.notes)
+    made_by = ordered(tmp_path / "made", None, grouped, OF_PARAMETERS | {"auto_mapping": {"unsloth_fixed": True}})
+    assert said in str(made_by.manifest.notes)
+    for fields in ({"lora_B_layout": "rank_major"}, {"base_model_name_or_path": "Qwen-x"}):
+        notes = ordered(tmp_path / str(len(str(fields))), None, grouped, unmarked | fields).manifest.notes
+        assert said not in str(notes)
+    with pytest.raises(AdapterError, match="lora_B_layout is 'rank_major', and expert_b_order 'grouped_by_expert'"):
+        ordered(tmp_path / "both", "grouped_by_expert", grouped, unmarked | {"lora_B_layout": "rank_major"})
 
 
 def test_what_experts_share_is_each_expert_s(tmp_path: Path) -> None:

@@ -140,6 +140,8 @@ async def take_upload(
         )
         if query.without_tokenizer:
             upload.leave_tokenizer_out()
+        if query.expert_b_order is not None:
+            upload.order_experts(query.expert_b_order)
         try:
             with notes_of(request).phase("receive"):
                 sent = await receive_upload(request, namespace.place, upload, place, make_parts)

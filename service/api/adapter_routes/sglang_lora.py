@@ -33,7 +33,7 @@ async def load_from_tensors(request: Request) -> LoraUpdated:
     """The name stands for these tensors in one step, as an ephemeral version; running requests end on the one that they
     began with."""
     refuse_conditions(request, "send PUT /v1/adapters/{name}")
-    ephemeral = UploadQuery(probe=False, ephemeral=True, without_tokenizer=False, on_new_version=None)
+    ephemeral = UploadQuery(probe=False, ephemeral=True, without_tokenizer=False, expert_b_order=None)
     record, _, _ = await take_upload(request, None, move, ephemeral, tensors_json)
     return LoraUpdated(success=True, error_message="", version=record.version.number, digest=record.digest)
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from functools import partial
-from typing import Any, NamedTuple, TypeVar, cast, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args
 
 from pydantic import BaseModel, Field
 from python_multipart.exceptions import FormParserError
@@ -225,5 +225,10 @@ class UploadQuery(BaseModel, extra="forbid"):
     without_tokenizer: bool = Field(
         False,
         description="leave out tokenizer.json, tokenizer_config.json, added_tokens.json and special_tokens_map.json",
+    )
+    expert_b_order: Literal["rank_major", "grouped_by_expert"] | None = Field(
+        None,
+        description="order of lora_B's columns in parameters of experts, where adapter_config.json has no "
+        "lora_B_layout: rank after rank as PEFT, or expert after expert as Unsloth before September 2026",
     )
     on_new_version: NameSetting = None

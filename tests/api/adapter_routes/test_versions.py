@@ -251,6 +251,8 @@ def test_the_commands_of_an_operator(
         main(["upload", str(contents[1]), f"--name={name}", "--on-new-version=restart", at])
     refusal = capsys.readouterr().err
     assert [word in refusal for word in ("restart", "keep", "continue")] == [True] * 3
+    assert main(["upload", str(contents[1]), f"--name={name}", "--expert-b-order=grouped_by_expert", at]) == 1
+    assert "has no experts; leave expert_b_order out" in capsys.readouterr().err
     assert main(["upload", str(contents[2]), f"--name={name}", "--ephemeral", at]) == 1
     assert "on the disk" in capsys.readouterr().err
     assert main(["upload", str(contents[2]), f"--name={name}", "--new", at]) == 1
