@@ -140,9 +140,14 @@ class ChatTemplate:
 
     def _plain_message(self, message: Mapping[str, Any]) -> dict[str, Any]:
         plain = {key: value for key, value in message.items() if value is not None}
-        if plain.get("role") == "developer" and "developer" not in self.source:
+        if plain.get("role") == "developer" and not self._knows_developers():
             plain["role"] = "system"
         return self._contents.shown(plain)
+
+    def _knows_developers(self) -> bool:
+        """Whether it names the role, and shows its messages where it shows those of the system."""
+        takes = self._contents.takes
+        return "developer" in self.source and (takes("developer") or not takes("system"))
 
 
 def shared_beginnings(

@@ -220,13 +220,19 @@ def _writes_tools_of(
     messages: Sequence[Mapping[str, Any]],
 ) -> bool:
     """Whether tools, calls and results are written into the texts of the messages, for a chat template that would not
-    show them. BadRequest where the settings forbid it and the model would not be told of the tools."""
+    show them, or asks for calls in a format that nothing here reads. BadRequest where the settings forbid it and the
+    model would not be told of the tools."""
     chosen, source = services.settings.tool_parser, template.source
     if chosen == "generic":
         return bool(tools) or has_calls(messages)
     are_hidden = bool(tools) and not ("tools" in source and template.shows_tools())
     if chosen not in ("template", "none"):
-        return are_hidden or (not tools and "tool_calls" not in source and has_calls(messages))
+        is_unread = chosen == "auto" and format_of_template(source) is None
+        return (
+            are_hidden
+            or (bool(tools) and is_unread)
+            or (not tools and "tool_calls" not in source and has_calls(messages))
+        )
     if are_hidden:
         raise BadRequest(
             "This model's chat template does not know `tools`; describe them in a message, use a model or an adapter "
@@ -333,7 +339,7 @@ def _call_format(services: Services, source: str) -> CallFormat:
         why = "is turned off (--tool-parser none)" if chosen == "none" else "does not know how this model writes calls"
         raise BadRequest(
             f"`tools` are not served here: the server {why}; start it with --tool-parser {'|'.join(FORMATS)}, with "
-            'generic for a format that the server explains to the model, or send `tool_choice`: "none".',
+            'auto for a format that the server explains to the model, or send `tool_choice`: "none".',
             param="tools",
         )
     return form

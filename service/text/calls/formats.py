@@ -65,10 +65,10 @@ _FORMATS = (
         (qwen3_coder.START, qwen3_coder.END),
         qwen3_coder.Qwen3CoderParser,
     ),
-    # Not what others write between the same marks.
+    # Not what others write between the same marks, as GLM-4.5 does.
     CallFormat(
         "hermes",
-        lambda source: hermes.START in source and qwen3_coder.FUNCTION not in source,
+        lambda source: hermes.START in source and not _holds(qwen3_coder.FUNCTION, "<arg_key>")(source),
         (hermes.START, hermes.END),
         hermes.HermesParser,
     ),

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import re
 
-_PLAIN_TEXT = re.compile(r'[^"\\\x00-\x1f]+')
+# By the quote that will end a text: characters that stay as they are.
+_PLAIN_TEXT = {'"': re.compile(r'[^"\\\x00-\x1f]+'), "'": re.compile(r"[^'\"\\\x00-\x1f]+")}
 _ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
 _PART_OF_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?\Z")
 # Characters that neither open nor close anything, are no word, and begin no mark.
-_PLAIN = re.compile(r'[^"\[\]{},;<A-Za-z_]+')
+_PLAIN = re.compile(r'[^"\'\[\]{},;<A-Za-z_]+')
 _MAX_WORD_CHARS = len("False")
 _WORD = re.compile(rf"[A-Za-z_]{{1,{_MAX_WORD_CHARS + 1}}}")
 PYTHON_WORDS = {"None": "null", "True": "true", "False": "false"}
@@ -21,7 +22,7 @@ _BEHIND_TEXT = ",:]}"
 class JsonReader:
     """An object or a list, up to its last bracket. Mended are raw control characters and quotes in texts, backslashes
     that escape nothing, brackets that are missing or too many, a brace that stands twice, commas behind a last item,
-    and Python's words. What is valid stays as it is.
+    and Python's words and quotes. What is valid stays as it is.
 
     start  where the first bracket stands
     mark   ends it where it stands outside of texts, or alone on a line, whatever is open; empty: nothing does
@@ -33,30 +34,30 @@ class JsonReader:
         self._mark = mark
         self._open: list[str] = []  # the brackets that will close what is open, the innermost one last
         self._num_open = dict.fromkeys("]}", 0)
-        self._is_text = False
+        self._quote = ""  # ends the text that is open
         self._solid_from = start
 
     @property
     def closing(self) -> str | None:
         """The brackets that are missing; None where a text is open."""
-        return None if self._is_text else "".join(reversed(self._open))
+        return None if self._quote else "".join(reversed(self._open))
 
     def read(self, held: str, *, is_all: bool = False) -> str:
         """The part that is certain now, as JSON. `held` is the earlier text, with more behind it; `is_all`: no more
         comes."""
         read: list[str] = []
         while not self.is_over and self.at < len(held):
-            found = self._read_text(held, is_all) if self._is_text else self._read_structure(held, is_all)
+            found = self._read_text(held, is_all) if self._quote else self._read_structure(held, is_all)
             if found is None:
                 break
             read.append(found)
         return "".join(read)
 
     def _read_text(self, held: str, is_all: bool) -> str | None:
-        if (plain := _PLAIN_TEXT.match(held, self.at)) is not None:
+        if (plain := _PLAIN_TEXT[self._quote].match(held, self.at)) is not None:
             return self._take(plain)
         char = held[self.at]
-        if char == '"':
+        if char == self._quote:
             return self._read_quote(held, is_all)
         if char == "\\":
             return self._read_escape(held, is_all)
@@ -93,8 +94,8 @@ class JsonReader:
             return None
         self.at += 1
         if behind < len(held) and held[behind] not in _BEHIND_TEXT and begins is False:
-            return '\\"'
-        self._is_text = False
+            return json.dumps(self._quote)[1:-1]
+        self._quote = ""
         return '"'
 
     def _read_structure(self, held: str, is_all: bool) -> str | None:
@@ -117,9 +118,10 @@ class JsonReader:
                 return None
             return PYTHON_WORDS.get(self._take(word), word[0])
         self.at += 1
-        if char == '"':
-            self._is_text = True
-        elif char in _CLOSING:
+        if char in "\"'":
+            self._quote = char
+            return '"'
+        if char in _CLOSING:
             self._open.append(_CLOSING[char])
             self._num_open[_CLOSING[char]] += 1
         elif char in self._num_open:

@@ -13,12 +13,14 @@ from collections.abc import Callable
 _MAX_DEPTH = 64
 _BLANKS = re.compile(r"\s*")
 _KEY = re.compile(r"[^\W\d][\w-]*")
-_NUMBER = re.compile(r"([+-]?)(\d+)(\.\d*)?([eE][+-]?\d+)?(?![\w.])")
+_NUMBER = re.compile(r"([+-]?)(\d+(?:_\d+)*|(?=\.\d))(\.\d*)?([eE][+-]?\d+)?(?![\w.])")
 _WORDS = {"None": "null", "True": "true", "False": "false", "null": "null", "true": "true", "false": "false"}
 # A quote ends the text where one of these follows, or nothing; others are part of it, for models forget to escape them.
 BEHIND_QUOTE = ",:)]}"
 _QUOTED = re.compile(
-    r"""(?P<quote>["'])(?P<text>(?:(?!(?P=quote))[^\\]|\\.|(?P=quote)(?!\s*(?:[,:)\]}]|\Z)))*+)(?P=quote)""", re.DOTALL
+    r"""(?P<quote>'{3}|"{3}|["'])(?P<text>"""
+    r"""(?:(?!(?P=quote))[^\\]|\\.|(?P=quote)(?!\s*(?:[,:)\]}]|\Z)))*+)(?P=quote)""",
+    re.DOTALL,
 )
 _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[0-7]{1,3}|.)", re.DOTALL)
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "v": "\v", "a": "\a", "\n": ""}
@@ -74,8 +76,8 @@ class _Reader:
             raise _Malformed
         values: list[str] = []
         if self._takes("{"):
-            members: list[tuple[str, str]] = []
-            self._items("}", lambda: members.append(self._member(depth)))
+            members: list[tuple[str, str | None]] = []
+            self._items("}", lambda: members.append(self._member(depth - 1)))
             return _object(members)
         for opening, closing in ("[]", "()"):
             if self._takes(opening):
@@ -91,11 +93,15 @@ class _Reader:
             raise _Malformed
         return _WORDS[word]
 
-    def _member(self, depth: int) -> tuple[str, str]:
-        key = self._quoted()
+    def _member(self, depth: int) -> tuple[str, str | None]:
+        """Key and value of an object; or a set's value, and None."""
+        key = self._value(depth)
         self._skip()
-        self._expect(":")
-        return key, self._value(depth - 1)
+        if not self._takes(":"):
+            return key, None
+        if key[0] in "[{":
+            raise _Malformed
+        return key if key.startswith('"') else _json_text(key), self._value(depth)
 
     def _quoted(self) -> str:
         return _json_text(_ESCAPE.sub(_unescaped, self._match(_QUOTED)["text"]))
@@ -141,13 +147,19 @@ class _Reader:
         self._at = match.end()
 
 
-def _object(members: object) -> str:
-    return "{" + ", ".join(f"{key}: {value}" for key, value in members) + "}"  # type: ignore[attr-defined]
+def _object(members: list[tuple[str, str | None]]) -> str:
+    """An object, or a list where a set was written."""
+    values = [key for key, value in members if value is None]
+    if values:
+        if len(values) < len(members):
+            raise _Malformed
+        return f"[{', '.join(values)}]"
+    return "{" + ", ".join(f"{key}: {value}" for key, value in members) + "}"
 
 
 def _number(match: re.Match[str]) -> str:
     sign, whole, fraction, exponent = match.groups()
-    whole = whole.lstrip("0") or "0"
+    whole = whole.replace("_", "").lstrip("0") or "0"
     if fraction == ".":
         fraction = ".0"
     return ("-" if sign == "-" else "") + whole + (fraction or "") + (exponent or "")

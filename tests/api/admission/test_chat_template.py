@@ -310,6 +310,8 @@ def test_a_developer_is_a_system_to_templates_that_do_not_know_developers(specia
     assert "<|im_start|>system" in ChatTemplate(CHATML, special_tokens).render(chat)
     knows = ChatTemplate("{% if messages[0].role == 'developer' %}D{% endif %}", special_tokens)
     assert knows.render(chat) == "D"
+    names_it = "As the developer says: {% for m in messages if m.role == 'system' %}{{ m.content }}{% endfor %}"
+    assert ChatTemplate(names_it, special_tokens).render(chat) == "As the developer says: x"
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,8 @@ MENDED: list[tuple[str, str, list[Said]]] = [
      [Call("f", '{"x": "say \\"hi\\" to", "y": 1}')]),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"x": True, "y": [None, False,],}}</tool_call>',
      [Call("f", '{"x": true, "y": [null, false]}')]),
+    ("hermes", """<tool_call>{"name": "f", "arguments": {'x': 'it\\'s "a"', 'y': ['b's', True]}}</tool_call>""",
+     [Call("f", '{"x": "it\'s \\"a\\"", "y": ["b\'s", true]}')]),
     ("hermes", HERMES_CALL.replace("}}", "}}}") + HERMES_CALL, [ADD, ADD]),
     ("hermes", HERMES_CALL.replace("}}", "}") + HERMES_CALL, [ADD, ADD]),
     ("hermes", HERMES_CALL.replace("}}\n", "") + HERMES_CALL + " So.", [ADD, ADD, "So."]),
@@ -419,6 +421,7 @@ class TestThoughts:
         ("{{ '[AVAILABLE_TOOLS]' }}{{ '[TOOL_CALLS]' }}", "mistral"),
         ("<|tool_list_start|>{{ tools }}<|tool_list_end|>", "lfm2"),
         ("{{ '<|start_header_id|>ipython<|end_header_id|>' }}", "llama3_json"),
+        ("<tool_call>{name}\n<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n</tool_call>", None),
         ("{% for message in messages %}{{ message.content }}{% endfor %}", None),
     ],
 )

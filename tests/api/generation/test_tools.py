@@ -360,10 +360,25 @@ def test_a_setting_has_every_template_s_tools_in_the_prompt(checkpoints: Checkpo
         assert server.engine.last_prompt.count("the sum") == 1
 
 
-def test_an_unknown_format_is_refused_with_what_to_do(checkpoints: Checkpoints, tmp_path: Any) -> None:
+@pytest.mark.parametrize(
+    "shown", ["", "Call as <tool_call>{name}<arg_key>{key}</arg_key><arg_value>{value}</arg_value></tool_call>"]
+)
+def test_a_format_that_is_not_read_gives_way_to_the_servers_own(
+    shown: str, checkpoints: Checkpoints, tmp_path: Any
+) -> None:
+    template = CHAT_TEMPLATE + "{% if tools %}" + shown + "[theirs]{{ tools }}{% endif %}"
+    model_dir = make_text_model(checkpoints.base, tmp_path / "model", template)
+    with scripted_server(model_dir, tmp_path, model_name=BASE) as server:
+        server.says(CALLS["hermes"])
+        assert len(calls_of(ask(server).message)) == 2
+        assert server.engine.last_prompt.count("the sum") == 1
+        assert "[theirs]" not in server.engine.last_prompt
+
+
+def test_a_setting_has_an_unknown_format_refused_with_what_to_do(checkpoints: Checkpoints, tmp_path: Any) -> None:
     model_dir = make_text_model(checkpoints.base, tmp_path / "model", CHAT_TEMPLATE + "{{ tools }}")
     with (
-        scripted_server(model_dir, tmp_path, model_name=BASE) as server,
+        scripted_server(model_dir, tmp_path, model_name=BASE, tool_parser="template") as server,
         pytest.raises(openai.BadRequestError, match=re.escape(f"--tool-parser {'|'.join(FORMATS)},")),
     ):
         ask(server)
