@@ -22,6 +22,8 @@ _BESIDE_TEXT = re.compile(
     r"(?=\.)"
 )
 _EXPERTS = re.compile(r".*?\.\d+\.(?:[^.]+\.)?experts(?=\.|$)")
+# Mixtral's, as transformers called them before version 5.
+_CALLED_ONCE, _CALLED_NOW = "block_sparse_moe.experts", "mlp.experts"
 _OF_MODULE = re.compile(r"\.(?:weight|bias)$")
 
 
@@ -86,9 +88,11 @@ class KnownModules:
     def experts_at(self, path: str) -> tuple[Experts, str, str] | None:
         """The experts that the module at `path` is, or belongs to, the path of theirs, and the rest behind it."""
         module = _EXPERTS.match(path)
-        if module is None or tail_of(module[0]) not in self.experts:
+        if module is None:
             return None
-        return self.experts[tail_of(module[0])], module[0], path[len(module[0]) + 1 :]
+        tail = tail_of(module[0])
+        experts = self.experts.get(tail) or self.experts.get(tail.replace(_CALLED_ONCE, _CALLED_NOW))
+        return None if experts is None else (experts, module[0], path[len(module[0]) + 1 :])
 
     def why_unknown(self, path: str) -> str:
         """Why nothing binds to the module at `path`."""

@@ -84,7 +84,7 @@ def test_logits_equal_those_of_the_base_with_the_adapter(family: str, kind: str,
 
 @pytest.mark.parametrize(
     ("family", "is_packed"),
-    [*((family, True) for family in ("qwen3_moe", "gpt_oss", *WITH_EXPERTS)), ("qwen3_moe", False)],
+    [*((family, True) for family in ("qwen3_moe", "gpt_oss", *WITH_EXPERTS)), ("qwen3_moe", False), ("mixtral", False)],
 )
 def test_experts(family: str, is_packed: bool, tmp_path: Path) -> None:
     base = make_tiny_model(family, tmp_path / "base")

@@ -312,6 +312,28 @@ def test_the_order_of_b_is_said_at_the_upload_where_the_file_does_not(tmp_path: 
         ordered(tmp_path / "both", "grouped_by_expert", grouped, unmarked | {"lora_B_layout": "rank_major"})
 
 
+def test_mixtral_has_its_first_names_too(tmp_path: Path) -> None:
+    """As transformers 4 calls its modules, which are layers there: PEFT takes the router for one."""
+    sizes = {"hidden_size": H, "intermediate_size": W, "num_local_experts": E, "num_experts_per_tok": 2}
+    layout, deltas = layout_of(config_of("mixtral", **sizes, num_hidden_layers=1)), random_deltas()
+    router = {f"base_model.model.{LAYER['qwen3_moe']}.mlp.gate.lora_A.weight": torch.ones(R, H)}
+    router |= {name.replace("_A", "_B"): torch.ones(E, R) for name in router}
+    before = {
+        name.replace("mlp.", "block_sparse_moe."): tensor
+        for name, tensor in (one_by_one_form(deltas, ("w1", "w3", "w2")) | router).items()
+    }
+    now = one_by_one_form(deltas) | router
+    named = {"target_modules": ["w1", "w2", "w3", "gate"]}, {"target_modules": r".*block_sparse_moe\..*(gate|w\d)"}
+    digests = {publish(tmp_path / str(at), layout, before, config)[0].digest for at, config in enumerate(named)}
+    record, adapter = publish(tmp_path / "now", layout, now, {"target_modules": [*PARTS, "gate"]})
+    assert digests == {record.digest}
+    for part, (a, b) in deltas.items():
+        torch.testing.assert_close(deltas_of(adapter, part), 1.5 * b @ a)
+    without = {name: tensor for name, tensor in before.items() if ".w2." not in name}
+    with pytest.raises(BindingError, match="target_modules names it, but the file has no tensors for it"):
+        publish(tmp_path / "without", layout, without, named[0])
+
+
 def test_what_experts_share_is_each_expert_s(tmp_path: Path) -> None:
     """SGLang and Megatron keep one A of gate and up, and one B of down, for all experts."""
     deltas = random_deltas()
@@ -421,6 +443,7 @@ ROUTERS = {
     "qwen3_moe": "mlp.gate",
     "qwen3_5_moe_text": "mlp.gate",
     "gpt_oss": "mlp.router",
+    "mixtral": "mlp.gate",
     "glm4_moe": None,
     "granitemoehybrid-experts": "block_sparse_moe.router",
     "gemma4_text-experts": "router.proj",

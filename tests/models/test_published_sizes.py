@@ -15,6 +15,7 @@ from tests.support.models.tiny_models import FAMILIES
 NUM_PARAMETERS = {
     "Llama-3-8B": 8_030_261_248,
     "Mistral-7B-v0.3": 7_248_023_552,
+    "Mixtral-8x7B": 46_702_792_704,
     "Qwen2.5-7B": 7_615_616_512,
     "Qwen3-8B": 8_190_735_360,
     "Qwen3-30B-A3B": 30_532_122_624,

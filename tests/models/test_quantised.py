@@ -39,7 +39,7 @@ from tests.support.models.tiny_models import DEQUANTISED, LINEAR_MODULES, WITH_E
 FIXTURE = Path(__file__).with_name("quantised_fixture.safetensors")
 Q_PROJ = "model.layers.1.self_attn.q_proj"
 # Formats with further families: 8 bits, groups with zeros, another order of the inputs, blocks across rows.
-OTHERS = ("qwen3", "gemma3_text", "lfm2", "qwen3_5_text", "qwen3_moe", "phi3")
+OTHERS = ("qwen3", "gemma3_text", "lfm2", "qwen3_5_text", "qwen3_moe", "phi3", "mixtral")
 WITH_OTHERS = ("awq", "gptq_act_order", "fp8_blocks", "nf4_nested")
 CASES = [
     *(f"llama-{form}" for form in FORMATS),

@@ -6,6 +6,7 @@ Nothing else is opened: no pickle, no code from the model's directory.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -32,7 +33,10 @@ _CALLED_NOW = {
     "block_sparse_moe.input_linear.weight": "block_sparse_moe.experts.gate_up_proj",
     "block_sparse_moe.output_linear.weight": "block_sparse_moe.experts.down_proj",
     "block_sparse_moe.router.layer.weight": "block_sparse_moe.router.weight",
+    "block_sparse_moe.gate.weight": "mlp.gate.weight",
 }
+_OF_MIXTRAL = re.compile(r"block_sparse_moe\.(experts\.\d+)\.(w[123])(?=\.)")
+_PARTS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 
 
 class TensorSource(Protocol):
@@ -233,6 +237,7 @@ def _naming(name: str) -> Iterator[None]:
 
 
 def _called_now(name: str) -> str:
+    name = _OF_MIXTRAL.sub(lambda found: f"mlp.{found[1]}.{_PARTS[found[2]]}", name)
     end = next((end for end in _CALLED_NOW if name.endswith(f".{end}")), None)
     return name if end is None else name.removesuffix(end) + _CALLED_NOW[end]
 

@@ -47,6 +47,7 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], ModelSpec]] = MappingProxyT
         "glm4": glm.read_sandwiched,
         "glm4_moe": glm.read_moe,
         "gpt_oss": gpt_oss.read,
+        "mixtral": mistral.read_mixtral,
         "ministral3": mistral.read_ministral,
         "mistral3": mistral.read_whole,
         "qwen2_vl": qwen.read_whole,

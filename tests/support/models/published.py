@@ -33,6 +33,7 @@ _TIED = {"tie_word_embeddings": True}
 PUBLISHED: dict[str, dict[str, Any]] = {
     "Llama-3-8B": _config("llama", 32, 4096, 14_336, (32, 8), 128_256),
     "Mistral-7B-v0.3": _config("mistral", 32, 4096, 14_336, (32, 8), 32_768),
+    "Mixtral-8x7B": _config("mixtral", 32, 4096, 14_336, (32, 8), 32_000),
     "Qwen2.5-7B": _config("qwen2", 28, 3584, 18_944, (28, 4), 152_064),
     "Qwen3-8B": _config("qwen3", 36, 4096, 12_288, (32, 8), 151_936, head_dim=128),
     "Qwen3-30B-A3B": _config(

@@ -19,7 +19,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "lfm2", "phi3", "gemma2", "gemma3_text", "smollm3", "granite"),
     *("olmo3", "qwen3_5_text", "qwen3_moe", "qwen3_5_moe_text", "glm", "glm4", "glm4_moe", "ministral3"),
-    *("granitemoehybrid", "gpt_oss", "gemma4_text", "bamba"),
+    *("mixtral", "granitemoehybrid", "gpt_oss", "gemma4_text", "bamba"),
 )
 # Models of these families with experts beside their dense feed-forwards.
 WITH_EXPERTS = ("granitemoehybrid-experts", "gemma4_text-experts")
@@ -193,6 +193,15 @@ _BY_FAMILY: dict[str, dict[str, Any]] = {
         },
         "tie_word_embeddings": False,
     },
+    "mixtral": {
+        "num_attention_heads": 4,
+        "head_dim": 16,
+        "intermediate_size": 40,
+        "sliding_window": 24,
+        "num_local_experts": 7,
+        "num_experts_per_tok": 3,
+        "tie_word_embeddings": False,
+    },
     "ministral3": {
         "num_attention_heads": 4,
         "head_dim": 16,
@@ -286,7 +295,8 @@ MLP_MODULES = {family: ["gate_proj", "up_proj", "down_proj"] for family in _ALL}
     "gemma4_text-experts": ["gate_proj", "up_proj", "down_proj", "router.proj"],
     "gpt_oss": [],
     "gemma4_text": ["gate_proj", "up_proj", "down_proj", "per_layer_input_gate", "per_layer_projection"],
-    "glm4_moe": [],  # as qwen3_moe
+    "glm4_moe": [],  # as qwen3_moe, and the next
+    "mixtral": [],
     "qwen3_moe": [],  # PEFT takes the names of dense layers for those of experts too
     "qwen3_5_moe_text": ["gate_proj", "up_proj", "down_proj", "shared_expert_gate"],
 }
