@@ -33,6 +33,14 @@ def said(text: str, **more: Any) -> dict[str, Any]:
     return {"type": "text", "text": text, **more}
 
 
+def said_by(role: str) -> dict[str, Any]:
+    return {"role": role, "content": "x"}
+
+
+def result(call: str) -> dict[str, Any]:
+    return {"type": "tool_result", "tool_use_id": call, "content": "x"}
+
+
 def held(block: dict[str, Any]) -> dict[str, Any]:
     """A conversation that ends with one block, of the role that has such blocks."""
     role = "assistant" if block["type"] == "tool_use" else "user"
@@ -214,6 +222,12 @@ CHAT_FOUND: list[dict[str, Any]] = [
     {"role": "assistant", "content": None, "tool_calls": [CALLED[1] | {"id": "c1"}]},
     {"role": "tool", "tool_call_id": "c1", "content": "The tool hidden is there now."},
 ]
+SPLIT: list[dict[str, Any]] = [
+    *HISTORY[:2],
+    *({"role": "assistant", "content": [block]} for block in HISTORY[2]["content"]),
+    *({"role": "user", "content": [block]} for block in HISTORY[3]["content"]),
+    *HISTORY[4:],
+]
 CHANGED = {
     "role": "system",
     "content": [
@@ -226,6 +240,10 @@ CLEARED = {**QUIET, "content": "S2", "clear_at": "next_user_message"}
 SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "a history of all kinds": (
         {"system": [said("S1", **CACHED), said("S2")], "messages": HISTORY, "tools": [ADD]},
+        {"messages": CHAT_HISTORY, "tools": [FUNCTION]},
+    ),
+    "a turn in several messages": (
+        {"system": [said("S1"), said("S2")], "messages": SPLIT, "tools": [ADD]},
         {"messages": CHAT_HISTORY, "tools": [FUNCTION]},
     ),
     "system turns at the beginning": (
@@ -343,6 +361,17 @@ class TestRequests:
             ({"max_tokens": 10**6}, "to be generated"),
             ({"messages": []}, "messages"),
             ({"messages": "a"}, "messages"),
+            *(
+                (
+                    {"messages": [*ASKED["messages"], {"role": "user", "content": nothing}]},
+                    "`messages[1].content` is empty",
+                )
+                for nothing in ("", [], [said(""), said("")])
+            ),
+            ({"messages": [{"role": "assistant", "content": []}]}, "`messages` hold no text"),
+            ({"messages": [*FOUND[:2], {**FOUND[2], "content": [result("c2")]}]}, "result of 'c2'"),
+            ({"messages": [*FOUND, *FOUND[:1], said_by("assistant"), FOUND[2]]}, "`messages[5].content` has a result"),
+            ({"messages": FOUND[2:]}, "`messages[0].content` has a result of 'c1'"),
             ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
             ({"messages": [{"role": "user"}]}, "messages[0].content"),
             ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "image"),

@@ -298,6 +298,31 @@ class MessagesRequest(Decoding):
         None, max_length=64, description="which of the model's named chat templates; default: as in chats"
     )
 
+    @model_validator(mode="after")
+    def _check_turns(self) -> MessagesRequest:
+        """As Anthropic's API: the user says something, and results answer calls of the assistant's last turn."""
+        calls: set[str | None] = set()
+        before = ""
+        for index, message in enumerate(self.messages):
+            field = f"messages[{index}].content"
+            if message.role == "user" and not any(block.type != "text" or block.text for block in message.blocks):
+                raise field_error(field, f"`{field}` is empty; send a text or a tool's result.")
+            if message.role == "assistant" and before != "assistant":
+                calls.clear()
+            for block in message.blocks:
+                if block.type == "tool_use":
+                    calls.add(block.id)
+                elif block.type == "tool_result" and block.tool_use_id not in calls:
+                    raise field_error(
+                        field,
+                        f"`{field}` has a result of {quoted(block.tool_use_id or '')!r}, which is no `tool_use` of the "
+                        "assistant's turn before it; send both, or neither.",
+                    )
+            before = message.role if message.role != "system" else before
+        if not any(message.blocks for message in self.messages):
+            raise field_error("messages", "`messages` hold no text; send a turn of the user.")
+        return self
+
     @property
     def left_out(self) -> list[str]:
         """Fields and parts that are accepted and that answers do without, beside those of the chat."""
