@@ -1,7 +1,8 @@
 """Stored responses of the Responses API: a file each, in a directory of each tenant.
 
 They lie on disk, below the adapter store, so that servers that share it find one another's, and a restart finds all. A
-file appears by one rename: after a kill it is whole or absent. One that a failure of power has torn counts as absent.
+file appears by one rename: after a kill it is whole or absent. It ends with its own hash: one that a failure of power
+has torn, or somebody has edited, counts as absent.
 
 No index is kept. Files sort by age, as their names begin with the time, and a directory is read once for each sixteenth
 of the bound that is written: then the oldest go. Each server that shares the store may exceed the bound by as much.
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import hashlib
 import json
 import os
 import re
@@ -83,7 +85,7 @@ class ResponseStore:
     def put(self, tenant: str, stored: StoredResponse) -> bool:
         """Store it, in the place of one with its id; whether that could be done: it has to fit the bound and the disk,
         whose errors are logged."""
-        data, path = msgspec.json.encode(stored), self._path(tenant, stored.response["id"])
+        data, path = _sealed(msgspec.json.encode(stored)), self._path(tenant, stored.response["id"])
         if len(data) > self._max_bytes:
             return False
         try:
@@ -146,7 +148,11 @@ class ResponseStore:
         try:
             with path.open("rb") as file:
                 data = file.read()
-                stored = msgspec.json.decode(data, type=StoredResponse)
+                encoded, _, _ = data.rpartition(b"\n")
+                if data != _sealed(encoded):
+                    LOGGER.error("The stored response %s is damaged.", path)
+                    return None
+                stored = msgspec.json.decode(encoded, type=StoredResponse)
                 stored.num_bytes = len(data)
                 if stored.response["status"] == "in_progress":
                     with suppress(BlockingIOError):
@@ -157,9 +163,6 @@ class ResponseStore:
             return None
         except OSError as error:
             raise _unreachable(error) from error
-        except msgspec.MsgspecError:
-            LOGGER.error("The stored response %s is damaged.", path)
-            return None
 
     def _take_room(self, tenant: str, num_bytes: int) -> None:
         with self._lock:
@@ -179,6 +182,11 @@ class ResponseStore:
                 if left_bytes < 0 or left < 0:
                     os.unlink(entry)
         return room_bytes, room
+
+
+def _sealed(encoded: bytes) -> bytes:
+    """The content of a file."""
+    return b"%s\n%s" % (encoded, hashlib.sha256(encoded).hexdigest().encode())
 
 
 def _is_json(text: str) -> bool:

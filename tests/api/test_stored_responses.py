@@ -96,9 +96,14 @@ def endless(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return aborted
 
 
-def read(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(path.read_bytes())
+def read(path: Path) -> StoredResponse:
+    found = ResponseStore(path.parents[1], 0, 0).get(path.parent.name, path.stem)
+    assert found is not None
     return found
+
+
+def write(path: Path, found: StoredResponse) -> None:
+    assert ResponseStore(path.parents[1], 1 << 30, 0).put(path.parent.name, found)
 
 
 class TestConversations:
@@ -145,7 +150,7 @@ class TestConversations:
         stored.create("c", previous_response_id=first.id)
         (item,) = [one for one in stored.client.responses.input_items.list(first.id) if one.type == "reasoning"]
         assert item.content[0].text == "hm"
-        lines = read(stored.files[-1])["input"]
+        lines = read(stored.files[-1]).input
         assert [one["type"] for one in lines] == ["message", "reasoning", "message", "message", "message"]
 
     def test_a_call_that_was_cut_off_is_left_out(self) -> None:
@@ -161,14 +166,14 @@ class TestConversations:
         first = stored.create("the")
         path = stored.files[-1]
         content = read(path)
-        content["input"][0]["content"] *= 1 << 15
-        path.write_text(json.dumps(content))
+        content.input[0]["content"] *= 1 << 15
+        write(path, content)
         with pytest.raises(openai.APIStatusError) as caught:
             stored.create("a", previous_response_id=first.id)
         assert (caught.value.status_code, caught.value.param) == (413, "previous_response_id")
         assert "16384 items" in caught.value.message
-        content["input"][0]["content"] = [{"type": "input_text", "text": "a" * (5 << 20)}]
-        path.write_text(json.dumps(content))
+        content.input[0]["content"] = [{"type": "input_text", "text": "a" * (5 << 20)}]
+        write(path, content)
         with pytest.raises(openai.APIStatusError) as caught:
             stored.create("a", previous_response_id=first.id)
         assert (caught.value.status_code, "--max-body-bytes" in caught.value.message) == (413, True)
@@ -492,13 +497,29 @@ class TestBounds:
         answer = httpx.post(compact, headers=headers, json={}, timeout=LIMIT_SECONDS)
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unknown_path")
 
-    def test_a_torn_file_is_as_none(self, tmp_path: Path) -> None:
-        store, name = ResponseStore(tmp_path, 1 << 20, 0), new_id()
-        assert store.put("a", StoredResponse({"id": name, "status": "completed"}, []))
-        path = tmp_path / "a" / f"{name}.json"
-        for content in (b"", path.read_bytes()[:20], b"[]", b'{"response": {}}'):
-            path.write_bytes(content)
-            assert store.get("a", name) is None
+    @pytest.mark.parametrize(
+        "damage",
+        [
+            lambda _: b"",
+            lambda content: content[:20],
+            lambda content: content[:-1],
+            lambda content: content.replace(b"completed", b"cancelled", 1),
+            lambda content: content.replace(b'"input":[', b'"input":[{},'),
+            lambda _: b'{"response": {}, "input": []}',
+        ],
+        ids=["empty", "torn", "shorter", "edited", "edited input", "another"],
+    )
+    def test_a_torn_or_edited_file_is_as_none(self, stored: Stored, damage: Callable[[bytes], bytes]) -> None:
+        stored.says("So.")
+        name, path = stored.create("the").id, stored.files[-1]
+        path.write_bytes(damage(path.read_bytes()))
+        responses = stored.client.responses
+        for call in (responses.retrieve, responses.cancel, responses.input_items.list):
+            with pytest.raises(openai.NotFoundError):
+                call(name)
+        with pytest.raises(openai.NotFoundError):
+            stored.create("a", previous_response_id=name)
+        path.unlink()
 
 
 @pytest.mark.wide
@@ -543,7 +564,7 @@ def test_a_kill_leaves_whole_responses_which_all_servers_of_the_store_know(
             assert beside.responses.cancel(background).status == "failed"
             beside.responses.create(model=BASE, input="go on", previous_response_id=told[0], max_output_tokens=2)
     for path in (tmp_path / "store").glob("*/responses/*/*.json"):
-        json.loads(path.read_bytes())
+        read(path)
 
 
 def _ended(client: openai.OpenAI, name: str) -> Any:
