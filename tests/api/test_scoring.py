@@ -197,6 +197,27 @@ class TestScores:
             assert {one["index"] for one in cut["results"]} == {0, 1}
         assert cut["results"][0]["relevance_score"] == pytest.approx(cut["results"][1]["relevance_score"], abs=CLOSE)
 
+    def test_fields_of_documents_are_ranked_as_cohere_and_jina_have_them(self, server: Server) -> None:
+        odd = {"id": 5, "tags": [None, {"a": "\ud800"}], "model_extra": 1e300}
+        objects = [{"text": text, "title": text[:5], **odd} for text in DOCUMENTS[:2]]
+        ranked = {"model": "judge", "query": QUERY}
+        for fields, texts, shown in (
+            ({}, DOCUMENTS[:2], [{"text": text} for text in DOCUMENTS[:2]]),
+            (
+                {"rank_fields": ["title", "text"]},
+                [f"{text[:5]}\n{text}" for text in DOCUMENTS[:2]],
+                [{"title": text[:5], "text": text} for text in DOCUMENTS[:2]],
+            ),
+        ):
+            plain = asked(server, "/rerank", **ranked, documents=texts)["results"]
+            body = json.dumps({**ranked, "documents": objects, **fields})
+            answer = server.post("/rerank", content=body, headers={"Content-Type": "application/json"})
+            results = answer.json()["results"]
+            assert [one["index"] for one in results] == [one["index"] for one in plain]
+            assert [one["document"] for one in results] == [shown[one["index"]] for one in results]
+            scores = [one["relevance_score"] for one in plain]
+            assert [one["relevance_score"] for one in results] == pytest.approx(scores, abs=CLOSE)
+
     def test_yes_and_no_are_compared_behind_the_template(self, server: Server, checkpoints: Checkpoints) -> None:
         """As Qwen3-Reranker's model card has it: the template around the pair, and two logits of the last token."""
         tokenizer = Tokenizer.from_file(str(checkpoints.base / "tokenizer.json"))
@@ -229,6 +250,7 @@ class TestScores:
 
 TRUNCATE = "truncate_prompt_tokens"
 PAIR: dict[str, Any] = {"text_1": "a", "text_2": "b"}
+RANKED: dict[str, Any] = {"model": "judge", "query": "a"}
 
 
 @pytest.mark.parametrize(
@@ -262,10 +284,14 @@ PAIR: dict[str, Any] = {"text_1": "a", "text_2": "b"}
         ("/score", {"model": "judge", **PAIR, TRUNCATE: 513}, TRUNCATE, "513"),
         ("/rerank", {"model": "judge", "query": "a", "documents": []}, "documents", "empty list"),
         ("/rerank", {"model": "judge", "query": "a", "documents": ["b"] * 10_000}, "documents", "at most 2048 items"),
-        ("/rerank", {"model": "judge", "query": "a", "documents": [{"image": "b"}]}, "documents[0].image", "a field"),
+        ("/rerank", {"model": "judge", "query": "a", "documents": [{"image": "b"}]}, "documents[0].text", "be a text"),
+        ("/rerank", {**RANKED, "documents": [{"text": "a"}], "rank_fields": ["title"]}, "documents[0].title", "text"),
+        ("/rerank", {**RANKED, "documents": [{"__doc__": 5}], "rank_fields": ["__doc__"]}, "documents[0].__doc__", ""),
+        ("/rerank", {**RANKED, "documents": [{"a": "\ud800"}], "rank_fields": ["a"]}, None, "surrogate"),
+        ("/rerank", {**RANKED, "documents": ["b"], "rank_fields": ["a", "a"]}, "rank_fields", "twice"),
+        ("/rerank", {**RANKED, "documents": ["b"], "rank_fields": []}, "rank_fields", "at least 1"),
         ("/rerank", {"model": "judge", "query": ["a"], "documents": ["b"]}, "query", ""),
         ("/rerank", {"model": "judge", "query": "a", "documents": ["b"], "top_n": -1}, "top_n", ""),
-        ("/rerank", {"model": "judge", "query": "a", "documents": ["b"], "rank_fields": ["title"]}, "rank_fields", ""),
         ("/v1/rerank", {"model": "yes-no", "query": "a", "documents": ["x " * 600]}, "documents[0]", "shorten it"),
     ],
     ids=lambda value: str(value)[:40],

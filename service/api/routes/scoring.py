@@ -34,7 +34,8 @@ from service.api.schema.pooled import (
 )
 from service.api.schema.requests import PooledRequest
 from service.api.state import services_of
-from service.fairness.thread_pool import run_in_thread
+from service.fairness.thread_pool import LONG_TEXT_CHARS, run_in_thread
+from service.grammars.json_schemas import least_chars
 
 router = APIRouter(tags=["vLLM"], route_class=JsonRoute)
 
@@ -160,22 +161,22 @@ async def _ranked(request: Request, body: RerankRequest, *, version: str) -> Res
     outputs = await _outputs(request, body)
     scores = [outputs.score(piece, body) for piece in outputs.pieces]
     shows_documents = version != "2" if body.return_documents is None else body.return_documents
-    texts = body.texts if shows_documents else []
 
     def result(index: int) -> dict[str, Any]:
-        shown = {"document": {"text": texts[index]}} if shows_documents else {}
+        shown = {"document": body.ranked(index)} if shows_documents else {}
         return {"index": index, "relevance_score": scores[index], **shown}
 
     best = sorted(range(len(scores)), key=scores.__getitem__, reverse=True)[: body.top_n or None]
     num_tokens = outputs.usage["prompt_tokens"]
+    results = [result(index) for index in best]
     answer = {
         "id": f"rerank-{uuid4().hex}",
         "model": outputs.model,
         "usage": outputs.usage,
-        "results": [result(index) for index in best],
+        "results": results,
         "meta": {"api_version": {"version": version}, "tokens": {"input_tokens": num_tokens, "output_tokens": 0}},
     }
-    return await run_in_thread(partial(JsonResponse, answer), size_chars=sum(map(len, texts)))
+    return await run_in_thread(partial(JsonResponse, answer), size_chars=least_chars(results, LONG_TEXT_CHARS))
 
 
 def _sigmoid(logit: float) -> float:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
-from service.api.errors import BadRequest
+from service.api.errors import BadRequest, quoted
 from service.api.schema.answers import EmbeddingUsage, Response
 from service.api.schema.base import FIRST, Request, field_error
 from service.api.schema.requests import PooledRequest, TokenIds
@@ -183,9 +183,16 @@ class ScoreRequest(PairRequest):
 
 
 class Document(Request):
-    """A document of a reranker, as Cohere's and Jina's clients write one."""
+    """A document of a reranker, as Cohere's and Jina's clients write one. Fields that are not ranked are the client's
+    own, and ignored."""
 
-    text: str
+    model_config = ConfigDict(extra="allow")
+
+    text: str | None = Field(None, description="what is ranked, unless `rank_fields` names others")
+
+    def fields(self) -> dict[str, Any]:
+        """All of them."""
+        return {"text": self.text, **(self.model_extra or {})}
 
 
 class RerankRequest(PairRequest):
@@ -195,11 +202,14 @@ class RerankRequest(PairRequest):
     documents: Annotated[list[str | Document], Field(max_length=MAX_INPUTS), FIRST] = Field(
         description=f"texts, or objects with a `text`; up to {MAX_INPUTS}"
     )
+    rank_fields: Annotated[list[str], Field(min_length=1), FIRST] | None = Field(
+        None, description="fields of objects that are ranked, in this order, a line each; default: `text`"
+    )
     top_n: Annotated[int, Field(ge=0)] | None = Field(
         None, description="number of results, the best ones; default, and 0: all"
     )
     return_documents: bool | None = Field(
-        None, description="answer with the documents' texts; by default all but `/v2/rerank` do"
+        None, description="answer with the documents' ranked texts; by default all but `/v2/rerank` do"
     )
     max_tokens_per_doc: Annotated[int, Field(ge=1)] | None = Field(
         None, description="number of tokens of each document that are used, the first ones"
@@ -209,16 +219,28 @@ class RerankRequest(PairRequest):
     def document_tokens(self) -> int | None:
         return self.max_tokens_per_doc
 
-    @property
-    def texts(self) -> list[str]:
-        """The documents."""
-        return [one if isinstance(one, str) else one.text for one in self.documents]
+    @model_validator(mode="after")
+    def _check_fields(self) -> RerankRequest:
+        if len(set(self.rank_fields or ())) < len(self.rank_fields or ()):
+            raise field_error("rank_fields", "`rank_fields` names a field twice; name each once.")
+        return self
+
+    def ranked(self, index: int) -> dict[str, str]:
+        """The texts of a document that are ranked, by field. BadRequest for one without them."""
+        document = self.documents[index]
+        given = {"text": document} if isinstance(document, str) else document.fields()
+        names = ["text"] if isinstance(document, str) else self.rank_fields or ["text"]
+        for name in names:
+            if not isinstance(given.get(name), str):
+                field = f"documents[{index}].{quoted(name)}"
+                raise BadRequest(f"`{field}` must be a text; send it, or name others in `rank_fields`.", param=field)
+        return {name: given[name] for name in names}
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
         if not self.documents:
             raise BadRequest("`documents` is an empty list; send at least one document.", param="documents")
-        return [(self.query, text) for text in self.texts]
+        return [(self.query, "\n".join(self.ranked(index).values())) for index in range(len(self.documents))]
 
     def field_of(self, index: int) -> str:
         return f"documents[{index}]"
@@ -275,10 +297,12 @@ class PooledList(_List):
     data: list[Pooled]
 
 
-class RankedText(Response):
-    """The document of a result."""
+class RankedDocument(Response):
+    """The document of a result: the texts that were ranked."""
 
-    text: str
+    model_config = ConfigDict(extra="allow")
+
+    text: str | None = None
 
 
 class Ranked(Response):
@@ -286,7 +310,7 @@ class Ranked(Response):
 
     index: int
     relevance_score: float
-    document: RankedText | None = None
+    document: RankedDocument | None = None
 
 
 class ApiVersion(Response):

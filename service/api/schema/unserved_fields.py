@@ -227,7 +227,6 @@ POOLED_FIELDS = EMBEDDING_FIELDS | _table(
     _refused("normalize", neutral=(True,), advice="send `use_activation`"),
     _refused("dimensions", advice="leave it out"),
     _refused("max_chunks_per_doc", advice="send `max_tokens_per_doc`"),
-    _refused("rank_fields", neutral=(["text"],), advice="send each document's text alone"),
     _refused("data_1", "data_2", "items", advice="send `queries` and `documents`"),
     _refused("messages", advice="send the text as `input`"),
 )
