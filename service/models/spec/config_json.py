@@ -36,6 +36,12 @@ _FLAGS = (
     *("attention_k_eq_v", "enable_moe_block", "mamba_conv_bias", "mamba_proj_bias"),
 )
 _TEXTS = ("dtype", "torch_dtype")
+# What is made once for each, so that a false number would take all memory.
+_WHOLE_NUMBERS = (
+    *("num_hidden_layers", "max_window_layers", "first_k_dense_replace", "num_nextn_predict_layers"),
+    *("num_experts", "num_local_experts", "n_routed_experts", "n_shared_experts"),
+)
+_MOST = 1 << 16
 _NUMBERS = (
     *("rms_norm_eps", "norm_eps", "rope_theta", "rope_local_base_freq", "max_position_embeddings"),
     *("original_max_position_embeddings", "query_pre_attn_scalar", "block_ffn_dim_multiplier", "embedding_multiplier"),
@@ -77,12 +83,17 @@ def check_kinds(config: Config) -> None:
         ("a text", _TEXTS, lambda value: isinstance(value, str)),
         ("true or false", _FLAGS, lambda value: isinstance(value, bool)),
         ("a number above 0", _NUMBERS, is_positive_number),
+        (f"an integer from 0 to {_MOST}", _WHOLE_NUMBERS, _is_whole_number),
     )
     for kind, names, is_so in kinds:
         for name in names:
             value = config.get(name)
             if value is not None and not is_so(value):
-                raise ModelError(f"config.json must give {name} as {kind}, or leave it out, and has {value!r}")
+                raise ModelError(f"config.json must give {name} as {kind}, or leave it out, and has {value!r:.80}")
+
+
+def _is_whole_number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST
 
 
 def is_positive_number(value: object) -> bool:

@@ -98,6 +98,8 @@ def rope_facts(
     rope = config.get(field) or {}
     if layer_type is not None and isinstance(rope.get(layer_type), dict):
         rope = rope[layer_type]
+    if not isinstance(rope, dict):
+        raise ModelError(f"config.json must give {field} of a layer type as an object, and has {rope!r:.80}")
     nested = [key for key, value in rope.items() if isinstance(value, dict)]
     if nested:
         raise ModelError(
@@ -110,6 +112,8 @@ def rope_facts(
     _check_kinds(rope, field)
     original = config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
     original = int(original or config["max_position_embeddings"])
+    if original < 1:
+        raise ModelError("config.json must give original_max_position_embeddings as 1 or more")
     factor = rope.get("factor")
     if factor is None and (kind == "longrope" or (kind == "yarn" and "factor" in rope)):
         factor = config["max_position_embeddings"] / original  # what transformers takes it for
@@ -123,7 +127,9 @@ def rope_facts(
     if not isinstance(share, int | float) or not 0 < share <= 1 or (share != 1 and not may_turn_a_share):
         served = "above 0 and at most 1" if may_turn_a_share else "1"
         raise ModelError(f"config.json rotates {share} of each head (partial_rotary_factor); served is {served}")
-    theta = float(rope.get("rope_theta") or config["rope_theta"])
+    theta = float(rope.get("rope_theta") or config.get("rope_theta") or 0)
+    if not theta:
+        raise ModelError(f"config.json gives no rope_theta in {field}")
     if kind == "yarn" and theta <= 1.0:
         raise ModelError(f"config.json gives rope_theta {theta:g}; with the rope type 'yarn' it must be above 1")
     return RopeFacts(
@@ -152,8 +158,10 @@ def _check_kinds(rope: Mapping[str, Any], field: str) -> None:
         if value is None or (value == 0 and key in _MAY_BE_ZERO):
             continue
         if not is_positive_number(value):
-            raise ModelError(f"config.json must give {key} in {field} as a number above 0, and has {value!r}")
+            raise ModelError(f"config.json must give {key} in {field} as a number above 0, and has {value!r:.80}")
     for key in _LISTS:
         value = rope.get(key)
         if value is not None and not (isinstance(value, list) and all(map(is_positive_number, value))):
-            raise ModelError(f"config.json must give {key} in {field} as a list of numbers above 0, and has {value!r}")
+            raise ModelError(
+                f"config.json must give {key} in {field} as a list of numbers above 0, and has {value!r:.80}"
+            )
