@@ -6,9 +6,10 @@ import argparse
 import errno
 import math
 import os
+import signal
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if "url" in arguments:
             _refuse_other_than_utf8(arguments)
-        code = _command(arguments.command)(arguments)
+        with _ended_by_sigterm() if arguments.command in _LEAVING else nullcontext():
+            code = _command(arguments.command)(arguments)
         if sys.stdout is not None:  # as it is where stdout is closed
             sys.stdout.flush()
         return code
@@ -44,6 +46,24 @@ def main(argv: list[str] | None = None) -> int:
     except ClientError as error:
         print(f"multilora: {error}", file=sys.stderr)
         return 1
+
+
+# Commands that make a hidden directory, which must go with them.
+_LEAVING = frozenset({"merge", "pull"})
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """End the body with an exception at SIGTERM, as Python does at SIGINT."""
+
+    def end(*_: object) -> None:
+        raise SystemExit(128 + signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _write_no_more() -> None:
@@ -215,6 +235,8 @@ def _add_merge(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("out", type=Path, help="directory to make")
     text = "write floats where the base is quantised, which is refused otherwise"
     parser.add_argument("--dequantise", action="store_true", help=text)
+    text = "compare the merged model with the base and the adapter beside it on some tokens, in float32 on the CPU"
+    parser.add_argument("--check", action="store_true", help=text)
 
 
 def _add_ls(parser: argparse.ArgumentParser) -> None:

@@ -43,11 +43,11 @@ Change = Callable[[torch.Tensor], torch.Tensor]
 
 class Merged(NamedTuple):
     """The result of `merge`: how many tensors differ from the base's, whether the head is no longer the embedding, and
-    sentences about what was left out."""
+    the adapter, whose notes say what was left out."""
 
     num_changed: int
     is_untied: bool
-    notes: tuple[str, ...]
+    adapter: Manifest
 
 
 def merge(base_dir: Path, adapter_dir: Path, out_dir: Path, scratch: Path, *, dequantise: bool = False) -> Merged:
@@ -55,7 +55,7 @@ def merge(base_dir: Path, adapter_dir: Path, out_dir: Path, scratch: Path, *, de
     base's, products in float32 and rounded once; everything that is no weight is copied, with the adapter's chat
     templates and end tokens in the place of the base's.
 
-    scratch     an empty directory for the adapter while it is read
+    scratch     an empty directory, where a store of the adapter is left
     dequantise  a quantised base is written in the dtype of its config.json
 
     Raises ModelError, AdapterError, OSError.
@@ -90,7 +90,7 @@ def merge(base_dir: Path, adapter_dir: Path, out_dir: Path, scratch: Path, *, de
             writer.write(out_dir)
         _copy_others(base_dir, out_dir, writer.is_untied, is_dequantised=quantisation is not None)
         _add_text(out_dir, manifest, store.chat_templates(manifest.digest), config)
-    return Merged(writer.num_changed, writer.is_untied, manifest.notes)
+    return Merged(writer.num_changed, writer.is_untied, manifest)
 
 
 class _Changes:

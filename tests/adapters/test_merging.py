@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -180,6 +181,34 @@ def test_a_quantised_base_is_refused_by_name_or_written_in_floats(tmp_path: Path
     torch.testing.assert_close(merged, logits(beside), atol=LOGITS[torch.float32], rtol=0)
 
 
+def test_the_merged_model_is_compared_with_the_adapter_beside_its_base(
+    base: Path, adapter: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ["merge", str(base), str(adapter)]
+    assert main([*asked, str(tmp_path / "out")]) == 0
+    assert "not compared with both: --check does that" in capsys.readouterr().out
+    assert main([*asked, str(tmp_path / "checked"), "--check"]) == 0
+    told = re.search(r"differ by at most (\S+) from .* by up to (\S+)\n", capsys.readouterr().out)
+    assert told is not None
+    lost, effect = map(float, told.groups())
+    assert lost < LOGITS[torch.float32] < effect
+    assert {path.name for path in (tmp_path / "checked").iterdir()} == {
+        path.name for path in (tmp_path / "out").iterdir()
+    }
+    monkeypatch.setattr("service.models.merging._Changes.of", lambda *_: {})
+    assert main([*asked, str(tmp_path / "wrong"), "--check"]) == 1
+    assert "is not the base with the adapter" in capsys.readouterr().err
+    assert not list(tmp_path.glob("*wrong*"))
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("gemma3_text", torch.bfloat16), ("qwen3_moe", torch.float32)])
+def test_other_models_are_compared_too(family: str, dtype: torch.dtype, tmp_path: Path, capsys: Any) -> None:
+    base = make_tiny_model(family, tmp_path / "base", dtype=dtype)
+    adapter = make_adapter(base, tmp_path / "adapter", rank=3, target_modules=["q_proj"], seed=2, use_dora=True)
+    assert main(["merge", str(base), str(adapter), str(tmp_path / "out"), "--check"]) == 0
+    assert "log probabilities of 32 tokens" in capsys.readouterr().out
+
+
 def refused(base: Path, adapter: Path, out: Path, capsys: Any) -> str:
     capsys.readouterr()  # making the adapter may have written something
     assert main(["merge", str(base), str(adapter), str(out)]) == 1
@@ -201,6 +230,9 @@ def test_what_cannot_be_merged_is_refused_and_leaves_nothing(
         base, tmp_path / "late", rank=2, target_modules=["q_proj"], seed=1, alora_invocation_tokens=[5, 6]
     )
     assert "invocation" in refused(base, late, out, capsys)
+    for inside in (base / "out", adapter / "in" / "out"):
+        assert "lies in" in refused(base, adapter, inside, capsys)
+        assert not (adapter / "in").exists()
     judge = make_adapter(base, tmp_path / "judge", rank=2, target_modules=["q_proj"], seed=1, num_labels=2)
     assert "score head" in refused(base, judge, out, capsys)
     other = make_tiny_model("llama", tmp_path / "other")
@@ -214,14 +246,19 @@ def test_what_cannot_be_merged_is_refused_and_leaves_nothing(
     assert list(out.iterdir()) == []
 
 
-def test_a_merge_that_is_killed_leaves_no_directory(base: Path, adapter: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_merge_that_is_ended_leaves_no_directory(
+    base: Path, adapter: Path, tmp_path: Path, ending: signal.Signals
+) -> None:
     """Where all weights are written, it stands still in the first copy of another file."""
     arguments = ["merge", str(base), str(adapter), str(tmp_path / "out")]
-    code = "import shutil, signal; shutil.copyfile = lambda *_: signal.pause()\n"
-    code += f"from service.cli.main import main; main({arguments!r})"
+    code = "import shutil, signal, sys; shutil.copyfile = lambda *_: signal.pause()\n"
+    code += f"from service.cli.main import main; sys.exit(main({arguments!r}))"
     with subprocess.Popen([sys.executable, "-c", code]) as process:
         wait_for(lambda: list(tmp_path.glob(".out.*/new/model.safetensors")), "the weights")
-        process.send_signal(signal.SIGKILL)
-        process.wait(LIMIT_SECONDS)
+        process.send_signal(ending)
+        code_of_end = process.wait(LIMIT_SECONDS)
     assert not (tmp_path / "out").exists()
+    if ending != signal.SIGKILL:
+        assert (code_of_end, list(tmp_path.glob(".out.*"))) == (128 + ending, [])
     assert_merged(base, adapter, tmp_path / "out")
