@@ -74,19 +74,16 @@ def _tokenizer(file: GgufFile) -> dict[str, Any]:
         for at, (text, token) in enumerate(zip(texts, kinds, strict=True))
         if token in (_CONTROL_TOKEN, _USER_TOKEN)
     ]
-    (pattern, ignores_merges), bytes_ = (
-        PRE_TOKENIZERS[cut],
-        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True},
-    )
+    pre, bytes_ = PRE_TOKENIZERS[cut], {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     first = {"type": "Digits", "individual_digits": True}
-    if pattern is not None:
-        first = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    if pre.pattern is not None:
+        first = {"type": "Split", "pattern": {"Regex": pre.pattern}, "behavior": "Isolated", "invert": False}
     bpe: dict[str, Any] = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None}
     bpe |= {"end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False}
-    bpe |= {"ignore_merges": ignores_merges, "vocab": {text: at for at, text in enumerate(texts)}}
+    bpe |= {"ignore_merges": pre.ignores_merges, "vocab": {text: at for at, text in enumerate(texts)}}
     ids = {name: file.facts.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "padding", "unknown")}
     post: dict[str, Any] = {**bytes_, "use_regex": True}
-    if file.facts.get("tokenizer.ggml.add_bos_token", False) and ids["bos"] is not None:
+    if file.facts.get("tokenizer.ggml.add_bos_token", pre.adds_bos) and ids["bos"] is not None:
         bos = texts[ids["bos"]]
         of_text, special = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": bos, "type_id": 0}}
         second = {"Sequence": {"id": "B", "type_id": 1}}
@@ -101,10 +98,10 @@ def _tokenizer(file: GgufFile) -> dict[str, Any]:
         "truncation": None,
         "padding": None,
         "added_tokens": added,
-        "normalizer": None,
+        "normalizer": None if pre.normalizer is None else {"type": pre.normalizer},
         "pre_tokenizer": {
             "type": "Sequence",
-            "pretokenizers": [first, {**bytes_, "use_regex": pattern is None}],
+            "pretokenizers": [first, {**bytes_, "use_regex": pre.pattern is None}],
         },
         "post_processor": post,
         "decoder": {**bytes_, "use_regex": True},

@@ -191,6 +191,27 @@ def test_a_gguf_file_has_the_weights_of_its_own_package(case: str, tmp_path: Pat
     assert tokenizer.encode(text) == TextTokenizer.load(tmp_path / DEQUANTISED).encode(text)
 
 
+@pytest.mark.parametrize(
+    ("pre", "adds_bos", "begins", "composes"),
+    [
+        ("smollm", None, False, False),
+        ("smollm", True, True, False),
+        ("llama-bpe", None, True, False),
+        ("llama-bpe", False, False, False),
+        ("qwen2", None, False, True),
+    ],
+)
+def test_texts_of_a_gguf_file_begin_and_compose_as_its_pre_tokenizer_says(
+    pre: str, adds_bos: bool | None, begins: bool, composes: bool, tmp_path: Path
+) -> None:
+    """Converters of Llama 3 left the beginning to the name; the tokenizers of Qwen compose accents."""
+    file = make_gguf("F16", "llama", tmp_path, num_hidden_layers=1, pre=pre, adds_bos=adds_bos)
+    tokenizer = TextTokenizer.load(model_directory(file, tmp_path / "served"))
+    apart, together = (tokenizer.encode(text) for text in ("the cafe\u0301", "the caf\u00e9"))
+    assert (together[0] == 1) == begins
+    assert (apart == together) == composes
+
+
 def test_a_gguf_file_that_cannot_be_served_is_refused_by_a_sentence(tmp_path: Path) -> None:
     gguf = pytest.importorskip("gguf", reason="NOT RUN: the package gguf is not installed")
     file = make_gguf("Q8_0", "llama", tmp_path, num_hidden_layers=1)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from service.models.families import (
     gemma,
@@ -95,13 +95,30 @@ _ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False}
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# Byte-level BPE by `tokenizer.ggml.pre`: the pattern that cuts texts, or None for words with digits one by one; and
-# whether a word that is a token needs no merges.
-PRE_TOKENIZERS: dict[str, tuple[str | None, bool]] = {
-    "smollm": (None, False),
-    "llama-bpe": (_WORDS % "{1,3}", True),
-    "llama3": (_WORDS % "{1,3}", True),
-    "qwen2": (_WORDS % "", False),
+
+
+class PreTokenizer(NamedTuple):
+    """Of byte-level BPE.
+
+    pattern         cuts texts; None: into words, with digits one by one
+    ignores_merges  a word that is a token needs no merges
+    adds_bos        where the file does not say, as llama.cpp has it: converters left that to the name
+    normalizer      of texts, by the name of tokenizers
+    """
+
+    pattern: str | None
+    ignores_merges: bool = False
+    adds_bos: bool = False
+    normalizer: str | None = None
+
+
+_OF_LLAMA_3 = PreTokenizer(_WORDS % "{1,3}", ignores_merges=True, adds_bos=True)
+# By `tokenizer.ggml.pre`.
+PRE_TOKENIZERS: dict[str, PreTokenizer] = {
+    "smollm": PreTokenizer(None),
+    "llama-bpe": _OF_LLAMA_3,
+    "llama3": _OF_LLAMA_3,
+    "qwen2": PreTokenizer(_WORDS % "", normalizer="NFC"),
 }
 
 

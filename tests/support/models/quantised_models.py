@@ -350,9 +350,11 @@ _GGUF_NAMES = {
 }
 
 
-def make_gguf(kind: str, family: str, directory: Path, **overrides: Any) -> Path:
+def make_gguf(
+    kind: str, family: str, directory: Path, *, pre: str = "smollm", adds_bos: bool | None = None, **overrides: Any
+) -> Path:
     """Write a tiny model's file by the package gguf, its matrices of the type `kind`, and beside it the dequantised
-    twin; returns the file."""
+    twin; returns the file. pre: the pre-tokenizer; adds_bos: None leaves it to that."""
     gguf: Any = pytest.importorskip("gguf", reason="NOT RUN: gguf is not installed")
 
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 64, **overrides}
@@ -370,7 +372,10 @@ def make_gguf(kind: str, family: str, directory: Path, **overrides: Any) -> Path
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
+    writer.add_tokenizer_pre(pre)
+    writer.add_bos_token_id(config["bos_token_id"])
+    if adds_bos is not None:
+        writer.add_add_bos_token(adds_bos)
     vocab: dict[str, int] = tokenizer["model"]["vocab"]
     texts = [*vocab, *(f"<unused {at}>" for at in range(len(vocab), config["vocab_size"]))]
     special = {token["content"] for token in tokenizer["added_tokens"]}
