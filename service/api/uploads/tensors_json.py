@@ -156,19 +156,15 @@ class TensorsJson:
     def _feed_tensors(self, data: bytes) -> bytes:
         """Decode what comes up to the end of the tensors' text; the rest, which is beside it."""
         end = data.find(b'"')
-        text = self._undecoded + (data if end < 0 else data[:end])
-        # A `/` may be escaped in JSON, and no other character of base64.
-        is_escaped = b"\\" in text
-        whole = text.replace(b"\\/", b"/") if is_escaped else text
-        # Of what goes on, the last four may be padding, or half of an escaped `/`.
-        num_ready = len(whole) if end >= 0 else max(0, len(whole) - 4) // 4 * 4
-        if end < 0 and num_ready and whole[num_ready - 1] == _PADDING:
+        text, begun = self._undecoded + (data if end < 0 else data[:end]), b""
+        if b"\\" in text:
+            text, begun = _unescaped(text, is_whole=end >= 0)
+        # Of what goes on, the last four may be padding.
+        num_ready = len(text) if end >= 0 else max(0, len(text) - 4) // 4 * 4
+        if end < 0 and num_ready and text[num_ready - 1] == _PADDING:
             raise BadRequest(_PADDED, param="serialized_tensors")
-        # Of `\\/` one backslash is left before the slash, and the next piece would join them.
-        if is_escaped and (b"\\\\" in text or b"\\" in whole[:num_ready]):
-            raise BadRequest(f"{_NOT_BASE64}.", param="serialized_tensors")
-        self._write(memoryview(whole)[:num_ready])
-        self._undecoded = whole[num_ready:]
+        self._write(memoryview(text)[:num_ready])
+        self._undecoded = text[num_ready:] + begun
         if end < 0:
             return b""
         self._has_tensors = True
@@ -192,6 +188,20 @@ class TensorsJson:
             self._start += decoded[: 9 - len(self._start)]
             if len(self._start) == 9 and self._start[0] == _PICKLE and self._start[8:] != b"{":
                 raise BadRequest(_NO_PICKLE, param="serialized_tensors")
+
+
+def _unescaped(text: bytes, *, is_whole: bool) -> tuple[bytes, bytes]:
+    """Base64 without JSON's escapes, of which some writers use one for each `/` or `+`; and, where more comes, the
+    beginning of one. BadRequest for what is no base64 then."""
+    last = text.rfind(b"\\")
+    cut = len(text) if is_whole or last <= len(text) - len(rb"\u002b") else last
+    try:
+        plain = json.loads(f'"{text[:cut].decode("ascii")}"').encode("ascii")
+    except ValueError as error:
+        raise BadRequest(f"{_NOT_BASE64}.", param="serialized_tensors") from error
+    if b"\\" in plain or b'"' in plain:  # to be read as those of JSON, together with what comes
+        raise BadRequest(f"{_NOT_BASE64}.", param="serialized_tensors")
+    return plain, text[cut:]
 
 
 def tensors_json(_request: Request, check_name: Callable[[str], object], upload: Upload) -> TensorsJson:

@@ -193,10 +193,13 @@ def test_tensors_come_in_any_pieces_and_order(
 ) -> None:
     fields = list(tensors_body().items())
     spaced = json.dumps(dict(fields[at] for at in order), indent=1).encode()
-    # A `/` may be escaped, and a text that looks like the field is none.
-    escaped = json.dumps({"rid": '{"serialized_tensors": "', **dict(fields)}).replace("/", "\\/").encode()
+    # A text that looks like the field is none.
+    others = json.dumps({"rid": '{"serialized_tensors": "', **dict(fields)})
+    # As .NET writes them, and PHP; any character may be escaped.
+    escaped = [others.replace("+", "\\u002B"), others.replace("/", "\\/"), others.replace("AAA", "A\\u0041\\u0041")]
+    assert len({others, *escaped}) == 4
     digest = upload_small(memory_store, LAYOUT, "as-files")[0].digest
-    assert {loaded(memory_store, body, chunk_bytes) for body in (spaced, escaped)} == {digest}
+    assert {loaded(memory_store, body, chunk_bytes) for body in (spaced, *map(str.encode, escaped))} == {digest}
 
 
 @pytest.mark.parametrize(
@@ -212,7 +215,10 @@ def test_tensors_come_in_any_pieces_and_order(
         (tensors_body(serialized_tensors="!!!!" * 9), "base64"),
         (tensors_body(serialized_tensors="AA==AAAA" * 90), "base64"),
         (tensors_body(serialized_tensors=base64.encodebytes(TENSORS).decode()), "base64"),
-        (json.dumps(tensors_body(serialized_tensors="AAAA" * 9)).replace("AAAA", "\\u0041AAA", 1).encode(), "base64"),
+        *(
+            (json.dumps(tensors_body(serialized_tensors="AAAA" * 9)).replace("AAAA", wrong, 1).encode(), "base64")
+            for wrong in ("\\u0100AAA", "\\u004AAA", "\\x41AAA", '\\"AAA', "\\\\u0041AAA", "\\nAAA")
+        ),
         (json.dumps(tensors_body(serialized_tensors="AAAAAAA/" + "A" * 24)).replace("/", "\\\\/").encode(), "base64"),
         (tensors_body(serialized_tensors=None), "serialized_tensors"),
         (tensors_body(serialized_tensors=[base64.b64encode(TENSORS).decode()]), "serialized_tensors"),
