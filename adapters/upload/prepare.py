@@ -51,7 +51,9 @@ class Intake:
         self._check_template = check_template
         self._base_text = base_text
 
-    def follow(self, staging: Staging, tensors: Path, flush: Callable[[], None]) -> Generator[None, bytes, None]:
+    def follow(
+        self, staging: Staging, tensors: Path, flush: Callable[[], None]
+    ) -> Generator[None, bytes | memoryview, None]:
         """Bind and digest an upload's tensors as they come: is sent each piece of their file once it is written, which
         others can read after `flush`. Faults, and whatever cannot be known yet, are left to `prepare`."""
         with suppress(AdapterError, OSError):

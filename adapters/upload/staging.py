@@ -43,7 +43,7 @@ class Followed(NamedTuple):
 
 
 # Makes the steps of `UploadPart.follow`, of the file of tensors at a path and what flushes it.
-Follow = Callable[["Staging", Path, Callable[[], None]], Generator[None, bytes, None]]
+Follow = Callable[["Staging", Path, Callable[[], None]], Generator[None, bytes | memoryview, None]]
 
 
 class Staging:

@@ -163,16 +163,16 @@ class UploadPart:
         self._syncs = path is not None and not path.is_symlink()
         self._budget = budget
         self._num_bytes = self._synced_bytes = 0
-        self._steps: Generator[None, bytes, None] | None = None
+        self._steps: Generator[None, bytes | memoryview, None] | None = None
         self._beside: ThreadPoolExecutor | None = None
         self._taken: Future[None] | None = None
 
-    def follow(self, steps: Generator[None, bytes, None]) -> None:
+    def follow(self, steps: Generator[None, bytes | memoryview, None]) -> None:
         """Have each piece sent to `steps` once it is written; a large one in a thread, while the next one comes."""
         next(steps, None)
         self._steps = steps
 
-    def write(self, data: bytes) -> int:
+    def write(self, data: bytes | memoryview) -> int:
         """Append. Raises TooLarge or StorageFull the moment a limit is passed."""
         self._budget.receive(len(data))
         kept_bytes = KEPT_BYTES.get(self.role)
@@ -198,7 +198,7 @@ class UploadPart:
                 self._taken = self._beside.submit(self._take, data)
         return len(data)
 
-    def _take(self, data: bytes) -> None:
+    def _take(self, data: bytes | memoryview) -> None:
         assert self._steps is not None
         with suppress(StopIteration):
             self._steps.send(data)

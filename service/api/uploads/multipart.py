@@ -175,7 +175,7 @@ class MultipartUpload:
             _refuse_long(part, -(-len(self._texts[part]) // _MAX_CHARACTER_BYTES))
             return
         assert self._part is not None, "opened when the part began"
-        self._part.write(data[start:end])
+        self._part.write(memoryview(data)[start:end])  # nobody copies it
 
     def _on_part_end(self) -> None:
         if part := self._text_part:
