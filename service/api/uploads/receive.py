@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
+from queue import SimpleQueue
 from typing import Protocol
 
 from fastapi import Request
@@ -14,9 +15,10 @@ from service.api.errors import BadRequest
 from service.api.uploads.multipart import MultipartUpload, Sent, in_upload_thread
 from service.api.uploads.slots import UploadPlace
 
-# The parser is fed at least so much at a time, so that small network reads do not cost a thread switch each. As much
-# again may come while it is written.
+# The parser is fed at least so much at a time, so that small network reads do not cost a thread switch each.
 _FEED_BYTES = 1 << 19
+# Batches of that which may wait while one is written.
+_MOST_UNWRITTEN = 2
 # Pieces of less are joined: each is an object.
 _LONE_BYTES = 1 << 14
 MAX_SILENCE_SECONDS = 60.0
@@ -68,13 +70,18 @@ async def receive_upload(
 
 
 class _Feeding:
-    """Has what comes parsed and written in a thread, one `_FEED_BYTES` behind what comes."""
+    """Has what comes parsed and written in one thread, which is at most `_MOST_UNWRITTEN` batches behind."""
 
     def __init__(self, parts: Parts, place: UploadPlace) -> None:
         self._parts, self._place = parts, place
         self._pieces: list[bytes | bytearray] = []
         self._num_bytes = 0
-        self._written: asyncio.Future[None] | None = None
+        self._batches: SimpleQueue[list[bytes | bytearray] | None] = SimpleQueue()
+        self._num_unwritten = 0
+        self._has_room = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._written: asyncio.Future[None] | None = asyncio.ensure_future(in_upload_thread(self._write_all))
+        self._written.add_done_callback(self._wake_if_refused)
 
     async def add(self, chunk: bytes) -> None:
         """More of the body; waits while there is too much. Raises what `Parts.feed_all` does."""
@@ -86,16 +93,20 @@ class _Feeding:
             self._pieces.append(bytearray(chunk))
         self._num_bytes += len(chunk)
         if self._num_bytes >= _FEED_BYTES:
-            await self._feed()
+            self._hand_over()
+            while self._num_unwritten > _MOST_UNWRITTEN and self._written is not None and not self._written.done():
+                self._has_room.clear()
+                await self._has_room.wait()
+            self.check()
 
     async def end(self) -> None:
         """All has come; returns when it is written. Raises as `add` does."""
-        await self._feed()
+        self._hand_over()
         await self.settle()
         self.check()
 
     def check(self) -> None:
-        """Raise what a thread that has ended has raised."""
+        """Raise what the thread has raised, if it has ended."""
         if self._written is not None and self._written.done():
             written, self._written = self._written, None
             try:
@@ -104,18 +115,28 @@ class _Feeding:
                 del written  # the error's traceback leads here: with it, it would go round in a circle
 
     async def settle(self) -> None:
-        """No thread is at it any more."""
+        """The thread has written what it was given, and has ended."""
+        self._batches.put(None)
         if self._written is not None:
             await asyncio.wait((self._written,))  # which a cancellation of ours does not cancel
 
-    async def _feed(self) -> None:
-        await self.settle()
-        self.check()
-        pieces, self._pieces, self._num_bytes = self._pieces, [], 0
-        self._written = asyncio.ensure_future(in_upload_thread(self._parts.feed_all, pieces))
-        self._written.add_done_callback(self._wake_if_refused)
+    def _hand_over(self) -> None:
+        self._num_unwritten += 1
+        self._batches.put(self._pieces)
+        self._pieces, self._num_bytes = [], 0
+
+    def _write_all(self) -> None:
+        """Runs in the thread."""
+        for batch in iter(self._batches.get, None):
+            self._parts.feed_all(batch)
+            self._loop.call_soon_threadsafe(self._note_written)
+
+    def _note_written(self) -> None:
+        self._num_unwritten -= 1
+        self._has_room.set()
 
     def _wake_if_refused(self, written: asyncio.Future[None]) -> None:
+        self._has_room.set()
         if not written.cancelled() and written.exception() is not None:
             self._place.wake()
 
