@@ -15,6 +15,8 @@ LINK = "model.gguf"  # in a model directory, to the file
 _NUMBERS = dict(enumerate(("<B", "<b", "<H", "<h", "<I", "<i", "<f", "<?"))) | {10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
 _MOST_ITEMS, _MOST_DIMENSIONS = 1 << 24, 4
+# What each wavelength of the rotation is stretched by, float32.
+ROPE_FACTORS, _MOST_FACTORS = "rope_freqs.weight", 1 << 12
 # Types of tensors by their ids: name, values in a block, its bytes.
 TYPES = {
     0: ("F32", 1, 4),
@@ -40,10 +42,11 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """Metadata by name, and tensors by the file's own names."""
+    """Metadata by name, and tensors by the file's own names; the values of ROPE_FACTORS, if it is there."""
 
     facts: dict[str, Any]
     places: dict[str, Place]
+    rope_factors: tuple[float, ...] = ()
 
     def fact(self, name: str) -> Any:
         """Raises ModelError where the file has none of this name."""
@@ -98,7 +101,17 @@ class _Reader:
             if place.begin + place.num_bytes > self._size:
                 raise _Cut
             places[name] = place
-        return GgufFile(facts, places)
+        return GgufFile(facts, places, self._rope_factors(places))
+
+    def _rope_factors(self, places: dict[str, Place]) -> tuple[float, ...]:
+        place = places.get(ROPE_FACTORS)
+        if place is None:
+            return ()
+        count = math.prod(place.shape)
+        if place.kind != "F32" or not 0 < count <= _MOST_FACTORS:
+            raise ModelError(f"tensor {ROPE_FACTORS} of the GGUF file is not of some float32: convert the model anew")
+        self._file.seek(place.begin)
+        return struct.unpack(f"<{count}f", self._file.read(4 * count))
 
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         name, num_dimensions = self._text(), self._number("<I")

@@ -191,6 +191,26 @@ def test_a_gguf_file_has_the_weights_of_its_own_package(case: str, tmp_path: Pat
     assert tokenizer.encode(text) == TextTokenizer.load(tmp_path / DEQUANTISED).encode(text)
 
 
+def test_the_rotation_of_llama_3_is_a_gguf_file_s_own(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf", reason="NOT RUN: the package gguf is not installed")
+    rope = {"rope_type": "llama3", "rope_theta": 1000.0, "factor": 8.0, "original_max_position_embeddings": 32}
+    rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    file = make_gguf("F16", "llama", tmp_path, num_hidden_layers=2, rope_parameters=rope)
+    model_dir = model_directory(file, tmp_path / "served")
+    (model_dir / DEQUANTISED).symlink_to(tmp_path / DEQUANTISED)
+    assert_parity(model_dir, "cpu")
+    with open_checkpoint(model_dir) as checkpoint:
+        assert compare(model_spec(read_config(model_dir)), checkpoint).unexpected == ()
+    content = file.read_bytes()
+    factors = next(one for one in gguf.GGUFReader(file).tensors if one.name == "rope_freqs.weight")
+    at, name = factors.data_offset, b"rope_freqs.weight" + struct.pack("<IQ", 1, 32)
+    negative = content[:at] + struct.pack("<f", -1) + content[at + 4 :]
+    few = content.replace(name, name[:-8] + struct.pack("<Q", 16))
+    for changed, words in ((negative, "short_factor in rope_parameters as a list of numbers"), (few, "16 factors")):
+        with pytest.raises(ModelError, match=words):
+            load_model(model_directory(write(file, changed), tmp_path / "served"))
+
+
 @pytest.mark.parametrize(
     ("pre", "adds_bos", "begins", "composes"),
     [

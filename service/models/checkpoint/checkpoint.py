@@ -21,7 +21,7 @@ from kernels.linear.quantised import Quantised, dequantise
 from service.models.checkpoint import quantised
 from service.models.checkpoint.gguf_checkpoint import GgufCheckpoint
 from service.models.checkpoint.quantised import EXPERT_SUFFIXES, FLOATS, Header, Sizes
-from service.models.gguf_file import LINK
+from service.models.gguf_file import LINK, ROPE_FACTORS
 from service.models.spec.config_json import ModelError, read_config
 from service.models.spec.model_spec import ModelSpec
 from service.models.spec.quantisation import Quantisation, quantisation_of
@@ -277,7 +277,7 @@ def _file_names(model_dir: Path) -> list[str]:
 
 # Rotary frequencies, which some exports carry and nobody needs: they follow from the config. Scales of a cache in 8
 # bits and of rounded activations: neither is rounded here.
-_REDUNDANT = ("rotary_emb.inv_freq", ".k_scale", ".v_scale", ".q_scale", ".output_scale")
+_REDUNDANT = ("rotary_emb.inv_freq", ROPE_FACTORS, ".k_scale", ".v_scale", ".q_scale", ".output_scale")
 _MOST_NAMES = 20
 
 

@@ -98,7 +98,7 @@ _WORDS = (
 
 
 class PreTokenizer(NamedTuple):
-    """Of byte-level BPE.
+    """A tokenizer of byte-level BPE, but for its tokens.
 
     pattern         cuts texts; None: into words, with digits one by one
     ignores_merges  a word that is a token needs no merges
@@ -162,7 +162,11 @@ def config_of_gguf(file: GgufFile) -> dict[str, Any]:
         "eos_token_id": file.facts.get("tokenizer.ggml.eos_token_id"),
         "quantization_config": {"quant_method": "gguf", "has_paired_rows": _ARCHITECTURES[architecture]},
     }
-    if file.facts.get(f"{architecture}.rope.scaling.type", "none") != "none" or "rope_freqs.weight" in file.places:
+    if file.rope_factors:  # of Llama 3: the same for each length
+        rope = {"rope_type": "longrope", "attention_factor": 1.0, "factor": 1.0, "rope_theta": config["rope_theta"]}
+        both = {name: list(file.rope_factors) for name in ("short_factor", "long_factor")}
+        config["rope_parameters"] = rope | both
+    if file.facts.get(f"{architecture}.rope.scaling.type", "none") != "none":
         raise ModelError("the GGUF file scales its rotation, which is not served: give the model's own directory")
     biases = () if architecture == "qwen2" else sorted(name for name in file.places if name.endswith(".bias"))
     if biases:

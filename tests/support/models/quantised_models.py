@@ -382,6 +382,8 @@ def make_gguf(
     writer.add_token_list(texts)
     writer.add_token_types([3 if text in special else 1 for text in texts])
     writer.add_token_merges([" ".join(merge) for merge in tokenizer["model"]["merges"]])
+    if config["rope_parameters"]["rope_type"] == "llama3":
+        writer.add_tensor("rope_freqs.weight", _llama_3_factors(config["rope_parameters"], config["head_dim"]))
     plain = load_file(made / "model.safetensors")
     generator = np.random.default_rng(0)
     for name, tensor in list(plain.items()):
@@ -412,6 +414,17 @@ def make_gguf(
     return directory / "tiny.gguf"
 
 
+def _llama_3_factors(rope: dict[str, Any], head_dim: int) -> np.ndarray:
+    """By which llama.cpp's converter has wavelengths stretched."""
+    lengths = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, head_dim, 2) / head_dim)
+    context, low, high = (rope[name] for name in _OF_LLAMA_3)
+    smooth = (context / lengths - low) / (high - low)
+    between = 1 / ((1 - smooth) / rope["factor"] + smooth)
+    factors = np.where(lengths > context / low, rope["factor"], between)
+    return np.where(lengths < context / high, 1, factors).astype(np.float32)
+
+
+_OF_LLAMA_3 = ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
 # Bytes of a block of 256, where its halves are, and their size, for which gguf has no quantisation: blocks of any bits.
 _HALVES = {"Q4_K": (144, (0, 2), (2e-4, 1.5e-3)), "Q6_K": (210, (208,), (3e-5,))}
 
