@@ -347,7 +347,7 @@ class Engine:
         """Take over compiled grammars and finished adapter loads; answer the users of those that failed."""
         self.pauses.expire()
         self.requests.schedule_compiled()
-        self.adapter_loads.settle_loads(is_idle=not self.scheduler.running)
+        self.adapter_loads.settle_loads(is_idle=not self.scheduler.goes_on)
         self.requests.fail_waiting(self.adapter_loads.take_failures())
 
     def _launch(self) -> _StepInFlight | None:

@@ -108,6 +108,11 @@ class PrefixCache:
             if sequence.publish_at != NEVER:
                 self._publish_tail(sequence, goes_on=True)
 
+    def pass_step(self) -> None:
+        """No step comes while the engine is paused: what is read from host memory holds no blocks for longer."""
+        if self.host is not None:
+            self.host.begin_step(is_idle=True)
+
     def find(self, sequence: Sequence, *, may_copy: bool = True, on_host: bool = False) -> Found:
         """The longest prefix of the sequence's tokens that it need not compute; one is left in any case.
 

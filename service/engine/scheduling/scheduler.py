@@ -101,6 +101,11 @@ class Scheduler:
         return self._queue.num_waiting + len(self._held)
 
     @property
+    def goes_on(self) -> bool:
+        """Whether sequences run that the next step has tokens of, whatever waits."""
+        return bool(self.running) and self.paused != "keep"
+
+    @property
     def num_held(self) -> int:
         """Those that wait for the end of a pause of mode "wait"."""
         return len(self._held)
@@ -155,9 +160,10 @@ class Scheduler:
         """The next step, which is launched before anything else is asked; blocks for its tokens are taken. Empty if
         nothing can run now."""
         if self.paused == "keep":
+            self.cache.pass_step()
             self.adapter_loads.follow_hints()
             return []
-        self.cache.begin_step(is_idle=not self.running)
+        self.cache.begin_step(is_idle=not self.goes_on)
         self.moves.begin_step()
         if self._queue.num_waiting:
             self._admit()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from service.engine.ipc.messages import Evict
+from service.engine.ipc.messages import Abort, Evict, Pause
 from service.engine.loras.residency import AdapterState
 from tests.support.engine.engine_mock import MockEngine, MockWeights, SlowMarks, expected_tokens, make_mock_engine
 from tests.support.engine.step_counts import first_token_steps
@@ -64,6 +64,22 @@ def test_what_the_host_tier_has_is_copied_in_the_next_step_whatever_is_being_rea
     mock.step()
     assert "kept" in mock.output
     mock.engine.close()
+
+
+def test_a_pause_holds_no_rows_for_one_that_is_gone() -> None:
+    mock, _ = with_slow_copies()
+    mock.host.memory.add("a1")
+    mock.submit("runs", max_tokens=9)
+    mock.step()
+    mock.submit("gone", adapter="a1")
+    mock.step()
+    mock.engine.handle(Abort("gone"))
+    mock.engine.pauses.begin(Pause("pause", "keep", 60.0))
+    mock.step()
+    assert state_of(mock, "a1") is AdapterState.DEVICE and not mock.rows.held
+    mock.engine.pauses.end()
+    mock.settle()
+    assert mock.output["runs"] == expected_tokens((1, 2, 3), None, 9)
 
 
 def test_nobody_has_the_rows_of_one_on_its_way_and_nobody_runs_with_it() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from service.engine.ipc.messages import Abort, Evict
+from service.engine.ipc.messages import Abort, Evict, Pause
 from tests.support.engine.engine_mock import MockEngine, MockHostCopies, expected_tokens, make_mock_engine, poison_free
 
 BLOCK = 4
@@ -166,6 +166,27 @@ def test_what_is_dropped_on_its_way_is_found_by_nobody(has_states: bool, how: st
     else:
         assert mock.messages["again"][0].num_cached == 0
     assert run(mock, "base", (3, *OTHER), keep_at=(40,)) == (0 if how == "reset" else 40)
+
+
+def test_a_pause_holds_no_blocks_for_one_that_is_gone() -> None:
+    mock = engine_of(num_blocks=30)
+    run(mock, "first", PROMPT)
+    for i in range(4):
+        run(mock, f"other-{i}", (i, *OTHER))
+    mock.submit("runs", (9, 8, 7), max_tokens=20)
+    mock.step()
+    copies_of(mock).is_slow = True
+    mock.submit("again", PROMPT)
+    mock.step()
+    num_used = mock.engine.blocks.num_used
+    mock.engine.handle(Abort("again"))
+    mock.engine.pauses.begin(Pause("pause", "keep", 60.0))
+    mock.step()
+    assert mock.engine.blocks.num_used <= num_used - 10
+    mock.engine.pauses.end()
+    mock.settle()
+    assert mock.output["runs"] == expected_tokens((9, 8, 7), None, 20)
+    assert run(mock, "at last", PROMPT) == 40
 
 
 @pytest.mark.parametrize("has_states", [False, True])
