@@ -15,7 +15,7 @@ from service.engine.engine import Engine
 from service.engine.ipc.messages import Tokens
 from service.engine.model.runner import ModelRunner
 from service.models.families import model_spec
-from service.models.layers.caches import HostRowCopies, KvCache, allocate_caches, state_bytes_per_line
+from service.models.layers.caches import HostRowCopies, KvCache, _HostRows, allocate_caches, state_bytes_per_line
 from service.models.spec.config_json import read_config
 from tests.support.engine.engine_parity import (
     BASE,
@@ -243,3 +243,30 @@ def test_blocks_and_lines_come_back_with_their_bits(family: str, tmp_path: Path,
         assert torch.equal(tensor[[place + shift for place in places]], old[places])
         others = [place for place in range(len(tensor)) if place - shift not in places]
         assert tensor[others].isnan().all()
+
+
+def test_pinned_memory_is_taken_in_powers_of_two_and_is_no_more_than_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch rounds what it pins up to the next one: of 33 GB it would take 64."""
+    taken: list[int] = []
+    empty = torch.empty
+
+    def unpinned(size: Any, *, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        taken.extend([size] if pin_memory else [])
+        return empty(size, **options)
+
+    caches = [torch.randn(50, 3, 7), torch.randn(50, 40)]
+    rows = _HostRows(caches, 4)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", unpinned)
+        rows._is_pinned = True
+        num_rows = rows.allocate(20_001)
+    rows._is_pinned = False
+    assert taken == [16_384, 2048, 1024, 512]
+    assert num_rows == sum(size // rows.row_bytes for size in taken) == 61
+    before = [cache.clone() for cache in caches]
+    pairs = [(place, 60 - place) for place in range(50)]
+    rows.save(pairs)
+    for cache in caches:
+        cache.fill_(float("nan"))
+    rows.load(pairs)
+    assert all(map(torch.equal, caches, before))

@@ -82,8 +82,8 @@ _ALIGNMENT_BYTES = 64
 
 
 class _HostRows:
-    """Rows of host memory, uint8 [num_rows, row_bytes], and a buffer of a few rows on the device: each has one place,
-    a block or a line, of all these caches."""
+    """Rows of host memory, uint8 [row_bytes] each, and a buffer of a few rows on the device: each has one place, a
+    block or a line, of all these caches."""
 
     def __init__(self, caches: Sequence[torch.Tensor], most: int) -> None:
         self._caches = caches
@@ -93,39 +93,52 @@ class _HostRows:
         for cache in caches:
             self._starts.append(self.row_bytes)
             self.row_bytes += -(-cache[0].nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        self.rows = torch.empty(0, dtype=torch.uint8)
+        self._parts: list[torch.Tensor] = []  # each [rows, row_bytes]
+        self._is_pinned = caches[0].device.type != "cpu" if caches else False
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
-    def allocate(self, memory: torch.Tensor) -> int:
-        """Use as many rows of this memory as it holds; their number."""
-        num_rows = len(memory) // self.row_bytes if self.row_bytes else 0
-        self.rows = memory[: num_rows * self.row_bytes].view(num_rows, self.row_bytes)
+    def allocate(self, num_bytes: int) -> int:
+        """Use so much memory at most; the number of rows. What is pinned is taken in parts, since torch rounds it up to
+        a power of two."""
+        powers = [1 << bit for bit in reversed(range(num_bytes.bit_length())) if num_bytes >> bit & 1]
+        for size in powers if self._is_pinned else [num_bytes]:
+            if num_rows := size // self.row_bytes if self.row_bytes else 0:
+                memory = torch.empty(size, dtype=torch.uint8, pin_memory=self._is_pinned)
+                self._parts.append(memory[: num_rows * self.row_bytes].view(num_rows, self.row_bytes))
+        num_rows = sum(map(len, self._parts))
         if num_rows:
             shape = (min(self._most, num_rows), self.row_bytes)
             self._buffer = torch.empty(shape, dtype=torch.uint8, device=self._caches[0].device)
         return num_rows
 
+    def _row(self, number: int) -> torch.Tensor:
+        for part in self._parts:
+            if number < len(part):
+                return part[number]
+            number -= len(part)
+        raise AssertionError("no such row")
+
     def save(self, pairs: Sequence[tuple[int, int]]) -> None:
-        for places, rows in self._parts(pairs):
+        for places, rows in self._portions(pairs):
             for cache, piece in self._pieces(len(rows)):
                 piece.copy_(cache.index_select(0, places))
             for index, row in enumerate(rows):
-                self.rows[row].copy_(self._buffer[index], non_blocking=True)
+                self._row(row).copy_(self._buffer[index], non_blocking=True)
 
     def load(self, pairs: Sequence[tuple[int, int]]) -> None:
-        for places, rows in self._parts(pairs):
+        for places, rows in self._portions(pairs):
             for index, row in enumerate(rows):
-                self._buffer[index].copy_(self.rows[row], non_blocking=True)
+                self._buffer[index].copy_(self._row(row), non_blocking=True)
             for cache, piece in self._pieces(len(rows)):
                 cache.index_copy_(0, places, piece)
 
-    def _parts(self, pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[torch.Tensor, list[int]]]:
+    def _portions(self, pairs: Sequence[tuple[int, int]]) -> Iterator[tuple[torch.Tensor, list[int]]]:
         """Places, int64 on the device, and rows, as many as the buffer takes. Pinned: pageable numbers would wait for
         all that the stream waits for."""
         for start in range(0, len(pairs), self._most):
-            part = pairs[start : start + self._most]
-            places = torch.tensor([place for place, _ in part], pin_memory=self.rows.is_pinned())
-            yield places.to(self._buffer.device, non_blocking=True), [row for _, row in part]
+            portion = pairs[start : start + self._most]
+            places = torch.tensor([place for place, _ in portion], pin_memory=self._is_pinned)
+            yield places.to(self._buffer.device, non_blocking=True), [row for _, row in portion]
 
     def _pieces(self, num: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Each cache, and what the first rows of the buffer have of it, in its shape."""
@@ -162,15 +175,14 @@ class HostRowCopies:
         self._lines = _HostRows([tensor for is_paged, tensor in tensors if not is_paged], 1)
         self._stream = stream
         line_share = sum(tensor.nbytes for is_paged, tensor in tensors if not is_paged) / caches.num_bytes
+        line_bytes = int(num_bytes * line_share)
         try:
-            memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=tensors[0][1].device.type != "cpu")
+            self.num_rows = self._blocks.allocate(num_bytes - line_bytes), self._lines.allocate(line_bytes)
         except RuntimeError as error:
             raise ModelError(
                 f"{num_bytes} bytes of host memory for the prefix cache cannot be had: lower --prefix-host-bytes, "
                 "or raise the limit of this process's memory (of locked memory beside a device: ulimit -l)"
             ) from error
-        first = num_bytes - int(num_bytes * line_share) // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
-        self.num_rows = self._blocks.allocate(memory[:first]), self._lines.allocate(memory[first:])
         self.row_bytes = self._blocks.row_bytes, self._lines.row_bytes
 
     def save(self, blocks: Sequence[tuple[int, int]], lines: Sequence[tuple[int, int]]) -> CopyEvent:
