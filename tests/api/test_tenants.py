@@ -600,8 +600,8 @@ class TestLimits:
         started = time.monotonic()
         prompt = [5] * 50
 
-        def call(_: int) -> httpx.Response:
-            body = {"prompt": prompt, "max_tokens": 50, "ignore_eos": True}
+        def call(index: int) -> httpx.Response:
+            body = {"prompt": prompt, "max_tokens": 50, "ignore_eos": True, "cache_salt": f"{index} finds nothing"}
             return keyed.ask("POST", "/v1/completions", headers, json=body)
 
         answers = keyed.at_once(call)
@@ -618,6 +618,15 @@ class TestLimits:
         ).json()["items"]
         if time.monotonic() - started < 55:  # else a new minute has begun
             assert item["error"]["code"] == "rate_limit_exceeded"
+
+    def test_tokens_that_the_prefix_cache_had_are_given_back(self, keyed: Keyed) -> None:
+        keyed.path.write_text(keyed.path.read_text() + "[tenants.finding]\ntokens_per_minute = 1000\n")
+        headers = keyed.key("finding")
+        for _ in range(5):
+            body = {"prompt": [5] * 390, "max_tokens": 1}
+            answer = keyed.ask("POST", "/v1/completions", headers, json=body)
+            assert answer.status_code == 200, answer.text
+        assert int(answer.headers["x-ratelimit-remaining-tokens"]) < 600, "the first one was computed"
 
     def test_what_is_not_used_of_the_tokens_is_given_back(self, keyed: Keyed) -> None:
         keyed.path.write_text(keyed.path.read_text() + "[tenants.giving]\ntokens_per_minute = 1000\n")

@@ -93,11 +93,11 @@ class Admitted:
         self.num_open = len(self.plans)
         self._num_unspent = sum(plan.most_tokens for plan in self.plans)
 
-    def end_one(self, plan: PlannedSequence, num_generated: int) -> None:
-        """A sequence has ended: give its place back and the tokens that it has not generated, and the adapter with the
-        last of them."""
+    def end_one(self, plan: PlannedSequence, num_generated: int, num_cached: int = 0) -> None:
+        """A sequence has ended: give its place back and the tokens that were not computed for it, of which so many of
+        its prompt's were in the prefix cache, and the adapter with the last of them."""
         self._num_unspent -= plan.most_tokens
-        self._give_back(1, plan.sampling.max_tokens - num_generated)
+        self._give_back(1, plan.sampling.max_tokens - num_generated + num_cached)
 
     def release(self) -> None:
         """Give back what is still held, if anything is."""

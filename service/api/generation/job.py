@@ -319,8 +319,8 @@ class GenerationJob:
         if self._listener is not None:
             self._listener()
 
-    def _end_one(self, plan: PlannedSequence, num_generated: int) -> None:
-        self._admitted.end_one(plan, num_generated)
+    def _end_one(self, plan: PlannedSequence, num_generated: int, num_cached: int) -> None:
+        self._admitted.end_one(plan, num_generated, num_cached)
         if self._leased:
             self._release_unused()
         self._ended.set()

@@ -88,7 +88,7 @@ class SequenceRun:
         keeps_logprobs: bool,
         logprobs: LogprobBudget,
         on_news: Callable[[], None],
-        on_end: Callable[[int], None],
+        on_end: Callable[[int, int], None],
         on_version: Callable[[Version], None],
     ) -> None:
         self._services, self._tenant = services, tenant
@@ -226,7 +226,7 @@ class SequenceRun:
             self.is_over = True
             self._services.engine.abort(self._request_id)
             self.timer.end(outcome)
-            self._on_end(self.timer.num_tokens)
+            self._on_end(self.timer.num_tokens, self.num_cached_tokens)
 
     def forget_others(self) -> None:
         """Drop the references between a closed sequence and its listeners. Left to Python's collector, the cycles of a
@@ -346,7 +346,7 @@ class SequenceRun:
             piece.stop_reason = message.stop_token_id
 
 
-def _nobody_listens(_news: object = None) -> None:
+def _nobody_listens(*_news: object) -> None:
     """The listener of a sequence that is closed: it does nothing."""
 
 
