@@ -181,8 +181,11 @@ class Padding:
                     decode = [StepSizes(num_tokens, num_tokens, None, width, True, lora, window) for width in widths]
                     (first if window in (0, loras[-1][1]) else later).append(decode[0])
                     later += decode[1:]
-                mixed = StepSizes(num_tokens, num_sequences, num_sequences, widths[0], False, lora, window)
-                (later if window else first).append(mixed)
+                rows = num_tokens, num_sequences, num_sequences
+                mixed = [StepSizes(*rows, width, False, lora, window) for width in widths]
+                (later if window else first).append(mixed[0])
+                # Behind what the prefix cache has, a chunk is short and its context long.
+                later += mixed[1:] if window in (0, loras[-1][1]) else []
         early = {1, self.max_rows, *TOKEN_SIZES[TOKEN_SIZES.index(first[-1].num_tokens) :: -2]}
         between = [one for one in first if one.num_tokens not in early]
         return [one for one in first[::-1] if one.num_tokens in early], [*between[::-1], *later[::-1]]

@@ -83,6 +83,9 @@ def test_what_is_captured_before_the_first_request_is_padded_as_steps_are() -> N
         assert {(one.has_lora, one.all_decode) for one in first} == set(product((False, True), repeat=2))
         assert len({one.table_blocks for one in first}) == 1 < len({one.table_blocks for one in later})
         assert any(one.window_rows and not one.all_decode for one in later) is bool(num_window_rows)
+        for lora in (False, True):  # of the widths at which prompts go on behind long beginnings too
+            mixed = {(one.num_tokens, one.table_blocks) for one in (*first, *later) if one.has_lora is lora}
+            assert mixed >= set(product(TOKEN_SIZES, {one.table_blocks for one in later}))
         for num_tokens in {one.num_tokens for one in first}:
             early, late = (
                 {one.window_rows for one in sizes if one.num_tokens == num_tokens and one.window_rows}
