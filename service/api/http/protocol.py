@@ -72,6 +72,7 @@ class Protocol(H11Protocol):
         self.app = _WithConnection(self.app, self)
         self._shares, self._turns, self._count = shares, turns, count
         self._held = b""  # what came before it was this network's turn
+        self._held_since = 0.0
         self._is_reading = False
         self.network = ""
         self._is_counted = False  # one that was one too many is not
@@ -158,7 +159,7 @@ class Protocol(H11Protocol):
             self._held += data
             self.transport.pause_reading()
         elif (owner := self._owner) and not self._turns.take(owner, self._read_held):
-            self._held = data
+            self._held, self._held_since = data, self.loop.time()
             self.transport.pause_reading()
             self._unset_keepalive_if_required()  # its client has sent something in time
         else:
@@ -168,6 +169,8 @@ class Protocol(H11Protocol):
         data, self._held = self._held, b""
         if self.transport.is_closing() or self._is_answered:
             return
+        if self._head_since is not None:  # the wait was not its client's
+            self._head_since += self.loop.time() - self._held_since
         if not self.flow.read_paused:
             self.transport.resume_reading()
         self._read(data)
@@ -287,6 +290,9 @@ class Protocol(H11Protocol):
                 self._write_down("its client does not read")
                 self.transport.abort()
             self._unsent = _Mark(now, num_left)
+        if self._held:  # what came waits for this network's turn, and not for its client
+            self._unread = None
+            return
         if self._head_since is not None and now - self._head_since >= stall_limit_seconds:
             self._time_out("head")
         if self.conn.their_state is not h11.SEND_BODY or self.flow.read_paused:
