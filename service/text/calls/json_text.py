@@ -25,8 +25,8 @@ _DECODER = json.JSONDecoder(parse_constant=_no_constant)
 
 # Members that are texts, as many as there are.
 _TEXTS = r"""(?:\s*+"\w++"\s*+:\s*+"(?:[^"\\]|\\.)*+"\s*+,)"""
-# Between the arguments of a call and the next one in a list.
-BETWEEN = r"""(?:\s*+,\s*+"\w++"\s*+:\s*+"[^"\\]*+")*[\s}]*+,\s*+"""
+# Between the arguments of a call and the next one: in a list, or behind it, as some models write several.
+BETWEEN = r"""(?:\s*+,\s*+"\w++"\s*+:\s*+"[^"\\]*+")*[\s}]*+,?\s*+"""
 
 
 def head(*keys: str) -> str:

@@ -112,6 +112,7 @@ MENDED: list[tuple[str, str, list[Said]]] = [
      [Call("f", '{"x": true, "y": [null, false]}')]),
     ("hermes", """<tool_call>{"name": "f", "arguments": {'x': 'it\\'s "a"', 'y': ['b's', True]}}</tool_call>""",
      [Call("f", '{"x": "it\'s \\"a\\"", "y": ["b\'s", true]}')]),
+    ("hermes", HERMES_CALL.replace("}}", '}}\n{"name": "now", "arguments": {}}') + HERMES_CALL, [ADD, NOW, ADD]),
     ("hermes", HERMES_CALL.replace("}}", "}}}") + HERMES_CALL, [ADD, ADD]),
     ("hermes", HERMES_CALL.replace("}}", "}") + HERMES_CALL, [ADD, ADD]),
     ("hermes", HERMES_CALL.replace("}}\n", "") + HERMES_CALL + " So.", [ADD, ADD, "So."]),
