@@ -457,6 +457,21 @@ REFUSED: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "zero": ("fp8_channels", tensor(filled(0.0), "weight_scale"), "scale is 0"),
     "blocks": ("fp8_blocks", tensor(shorter, "weight_scale_inv"), "does not divide a weight of [96, 48] into blocks"),
     "cut-absmax": ("nf4", tensor(shorter, "weight.absmax"), "absmax has too few values"),
+    "long-absmax": (
+        "nf4",
+        tensor(lambda one: torch.cat((one, one[:1])), "weight.absmax"),
+        "absmax has too many values",
+    ),
+    "axes-of-absmax": ("nf4", tensor(lambda one: one[:, None], "weight.absmax"), "absmax has the shape [72, 1]"),
+    "axes-of-nested": ("nf4_nested", tensor(lambda one: one[None], "weight.nested_absmax"), "and must have one axis"),
+    "no-codes": ("nf4", tensor(lambda _: None, "weight"), "weight is missing"),
+    "no-order": ("gptq_act_order", tensor(lambda _: None, "g_idx"), "g_idx is missing"),
+    "no-order-packed": ("packed_act_order", tensor(lambda _: None, "weight_g_idx"), "weight_g_idx is missing"),
+    "row-of-blocks": (
+        "fp8_blocks",
+        tensor(lambda scales: scales[:1].clone(), "weight_scale_inv"),
+        "does not divide a weight of [96, 48] into blocks",
+    ),
     "no-state": ("nf4", tensor(lambda _: None, "weight.quant_state.bitsandbytes__nf4"), "quant_state is missing"),
     "no-json": (
         "nf4",

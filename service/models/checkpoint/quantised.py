@@ -178,12 +178,14 @@ def _block_of(sizes: Sizes, suffix: str) -> tuple[int, int]:
     # One axis is of outputs: scales of several modules in one would not say where each ends.
     one_axis = (form[0] if form and form[0] in (1, sizes.outputs) else 0, 1)
     rows, columns = {0: (1, 1), 1: one_axis, 2: form}.get(len(form), (0, 0))
+    # Where config.json has blocks: their grid, one scale for all, or one for each output.
+    is_grid = sizes.config.block is not None and (rows, columns) not in ((1, 1), (sizes.outputs, 1))
     block = []
     sides = zip((rows, columns), (sizes.outputs, sizes.inputs), sizes.config.block or (0, 0), strict=True)
     for have, size, given in sides:
         if given and have == -(-size // given):
             block.append(given)
-        elif have == 1 or have == size or (have and not given and size % have == 0):
+        elif not is_grid and (have == 1 or have == size or (have and not given and size % have == 0)):
             block.append(size // have)
         else:
             raise ModelError(
@@ -230,7 +232,7 @@ def _check_packed(sizes: Sizes) -> None:
     sizes.need("weight_scale", tuple(FLOATS), (sizes.outputs, num_groups), *([(1,), (1, 1)] if num_groups == 1 else []))
     if "weight_zero_point" in sizes.headers:
         sizes.need("weight_zero_point", _INT32, (-(-sizes.outputs * bits // 32), num_groups))
-    if "weight_g_idx" in sizes.headers:
+    if sizes.config.is_ordered or "weight_g_idx" in sizes.headers:
         sizes.need("weight_g_idx", _INT32, (sizes.inputs,))
 
 
@@ -280,7 +282,7 @@ def _check_gptq(sizes: Sizes) -> None:
     if sizes.outputs * bits % 32:
         raise ModelError(f"qzeros packs {32 // bits} outputs in a word, and the weight has {sizes.outputs}")
     sizes.need("qzeros", _INT32, (num_groups, sizes.outputs * bits // 32))
-    if "g_idx" in sizes.headers:
+    if sizes.config.is_ordered or "g_idx" in sizes.headers:
         sizes.need("g_idx", _INT32, (sizes.inputs,))
 
 
@@ -342,6 +344,7 @@ def _check_bnb4(sizes: Sizes) -> None:
     num = sizes.outputs * sizes.inputs
     if sizes.inputs % 2:
         raise ModelError(f"weight has an odd number of inputs, {sizes.inputs}, in 4 bits, which is not served")
+    sizes.need("weight", ("U8", *FLOATS))
     element_bytes = {"BF16": 2, "F16": 2, "F32": 4}.get(sizes.headers["weight"].dtype, 1)
     sizes.need("weight", ("U8", *FLOATS), (num // 2 // element_bytes, 1), (1, num // 2 // element_bytes))
     sizes.need("weight.quant_map", ("F32",), (16,))
@@ -352,6 +355,9 @@ def _check_bnb4(sizes: Sizes) -> None:
         sizes.need("weight.nested_quant_map", ("F32",), (256,))
     else:
         sizes.need("weight.absmax", ("F32",))
+    for suffix in ("weight.absmax", "weight.nested_absmax"):
+        if len(shape := sizes.headers[suffix].shape if suffix in sizes.headers else (0,)) != 1:
+            raise ModelError(f"{suffix} has the shape {list(shape)}, and must have one axis")
 
 
 def _quant_state(sizes: Sizes) -> str:
@@ -381,8 +387,9 @@ def _read_bnb4(sizes: Sizes, tensors: Mapping[str, torch.Tensor]) -> Quantised:
         absmax = tensors["weight.nested_quant_map"][absmax.long()] * steps + offset
     packed = tensors["weight"].contiguous().view(torch.uint8).reshape(sizes.outputs, sizes.inputs // 2)
     swapped = packed >> 4 | packed << 4  # bitsandbytes has the even input in the high nibble
-    if absmax.numel() * block < swapped.numel() * 2:
-        raise ModelError("weight.absmax has too few values: download it again")
+    if absmax.numel() != -(-swapped.numel() * 2 // block):
+        few = "few" if absmax.numel() * block < swapped.numel() * 2 else "many"
+        raise ModelError(f"weight.absmax has too {few} values: download it again")
     return in_flat_blocks(swapped, absmax, tensors["weight.quant_map"], block)
 
 

@@ -40,6 +40,7 @@ class Quantisation:
     bits        of a code, those that modules may have; empty: whatever the tensors say
     group       inputs that share a scale, -1 for all; None: whatever the tensors say
     block       (outputs, inputs) that share a scale of fp8; None: the shape of the scales says
+    is_ordered  groups are of inputs that stand in another order, which each module gives
     zero_shift  1 where zero points are stored less 1 (GPTQ's first version)
     static_inputs
                 it was made for activations rounded by scales that it carries
@@ -50,6 +51,7 @@ class Quantisation:
     bits: tuple[int, ...] = ()
     group: int | None = None
     block: tuple[int, int] | None = None
+    is_ordered: bool = False
     zero_shift: int = 0
     static_inputs: bool = False
 
@@ -111,7 +113,7 @@ def _compressed(given: Mapping[str, Any]) -> Quantisation:
     if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
         raise ModelError("config.json's quantisation must give config_groups as an object of objects")
     formats = [given.get("format"), *(group.get("format") for group in groups.values())]
-    bits, blocks = set(), set()
+    bits, blocks, orders = set(), set(), set()
     for name in formats:
         _only({"format": name}, "format", (*_COMPRESSED, None))
     for group in groups.values():
@@ -127,11 +129,14 @@ def _compressed(given: Mapping[str, Any]) -> Quantisation:
         _only(weights, "strategy", ("tensor", "channel", "group", "block", None))
         bits.add(int(kind[0]))
         blocks.add(_pair(weights.get("block_structure")))
+        orders.add(str(weights.get("actorder")).lower())
     block = blocks.pop() if len(blocks) == 1 else None
     inputs = (group.get("input_activations") for group in groups.values())
     is_static = any(isinstance(one, dict) and not one.get("dynamic", False) for one in inputs)
     layouts = ("fp8", "int8", "packed")
-    return Quantisation("compressed-tensors", layouts, tuple(sorted(bits)), block=block, static_inputs=is_static)
+    is_ordered = bool(orders) and orders <= {"group", "true"}
+    facts: dict[str, Any] = {"block": block, "is_ordered": is_ordered, "static_inputs": is_static}
+    return Quantisation("compressed-tensors", layouts, tuple(sorted(bits)), **facts)
 
 
 def _awq(given: Mapping[str, Any]) -> Quantisation:
@@ -150,9 +155,10 @@ def _gptq(given: Mapping[str, Any]) -> Quantisation:
         raise ModelError(f"config.json's quantisation has rotated weights, which are not served: {_HELP}")
     shift = 0 if given.get("checkpoint_format") == "gptq_v2" else 1
     # Rules by module change bits and groups: the tensors say them.
+    facts: dict[str, Any] = {"zero_shift": shift, "is_ordered": given.get("desc_act") is True}
     if given.get("dynamic"):
-        return Quantisation("gptq", ("gptq",), zero_shift=shift)
-    return Quantisation("gptq", ("gptq",), (int(given["bits"]),), _group(given), zero_shift=shift)
+        return Quantisation("gptq", ("gptq",), **facts)
+    return Quantisation("gptq", ("gptq",), (int(given["bits"]),), _group(given), **facts)
 
 
 def _auto_round(given: Mapping[str, Any]) -> Quantisation:
