@@ -225,14 +225,11 @@ def _writes_tools_of(
     chosen, source = services.settings.tool_parser, template.source
     if chosen == "generic":
         return bool(tools) or has_calls(messages)
-    are_hidden = bool(tools) and not ("tools" in source and template.shows_tools())
+    are_hidden = bool(tools) and not (
+        "tools" in source and template.shows_tools() and (chosen != "auto" or format_of_template(source) is not None)
+    )
     if chosen not in ("template", "none"):
-        is_unread = chosen == "auto" and format_of_template(source) is None
-        return (
-            are_hidden
-            or (bool(tools) and is_unread)
-            or (not tools and "tool_calls" not in source and has_calls(messages))
-        )
+        return are_hidden or (not tools and "tool_calls" not in source and has_calls(messages))
     if are_hidden:
         raise BadRequest(
             "This model's chat template does not know `tools`; describe them in a message, use a model or an adapter "
