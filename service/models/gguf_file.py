@@ -23,10 +23,29 @@ TYPES = {
     1: ("F16", 1, 2),
     2: ("Q4_0", 32, 18),
     3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24),
     8: ("Q8_0", 32, 34),
     12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176),
     14: ("Q6_K", 256, 210),
     30: ("BF16", 1, 2),
+}
+_NOT_SERVED = {
+    10: "Q2_K",
+    11: "Q3_K",
+    16: "IQ2_XXS",
+    17: "IQ2_XS",
+    18: "IQ3_XXS",
+    19: "IQ1_S",
+    20: "IQ4_NL",
+    21: "IQ3_S",
+    22: "IQ2_S",
+    23: "IQ4_XS",
+    29: "IQ1_M",
+    34: "TQ1_0",
+    35: "TQ2_0",
+    39: "MXFP4",
 }
 
 
@@ -93,7 +112,11 @@ class _Reader:
         for name, shape, kind, offset in found:
             if kind not in TYPES:
                 served = ", ".join(one for one, _, _ in TYPES.values())
-                raise ModelError(f"tensor {name} of the GGUF file is of the type {kind}; served are {served}")
+                known = _NOT_SERVED.get(kind, kind)
+                raise ModelError(
+                    f"tensor {name} of the GGUF file is of the type {known}; served are {served}: take a file of "
+                    "these, Q4_K_M or Q8_0 say"
+                )
             label, num_values, num_bytes = TYPES[kind]
             if not shape or shape[-1] % num_values:
                 raise ModelError(f"tensor {name} of the GGUF file has rows of no whole blocks of {label}")

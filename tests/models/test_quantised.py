@@ -167,7 +167,7 @@ def test_scales_of_other_axes_are_refused(shape: tuple[int, ...], tmp_path: Path
 
 
 GGUF_CASES = [
-    *(f"llama-{kind}" for kind in ("Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K", "F16", "BF16")),
+    *(f"llama-{kind}" for kind in ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K", "F16", "BF16")),
     *("qwen2-Q4_K", "qwen3-Q6_K", "qwen3-Q4_0"),
 ]
 
@@ -241,6 +241,9 @@ def test_a_gguf_file_that_cannot_be_served_is_refused_by_a_sentence(tmp_path: Pa
     cases += [(content.replace(b"llama", b"mamba"), "of the architecture 'mamba'; served are llama, qwen2, qwen3")]
     cases += [(content.replace(b"smollm", b"falcon"), "the pre-tokenizer 'falcon'; served are gpt2 with smollm")]
     cases += [(content.replace(b"llama.block_count", b"llama.block_mount"), "metadata has no llama.block_count")]
+    kind_at = content.index(b"token_embd.weight") + len(b"token_embd.weight") + 4 + 2 * 8
+    low_bits = content[:kind_at] + struct.pack("<I", 10) + content[kind_at + 4 :]
+    cases += [(low_bits, "tensor token_embd.weight of the GGUF file is of the type Q2_K; served are F32, F16, Q4_0")]
     for changed, words in cases:
         file.write_bytes(changed)
         with pytest.raises(ModelError) as caught:

@@ -143,15 +143,48 @@ def _q4_1(blocks: torch.Tensor) -> Quantised:
     return Quantised(pack_nibbles(codes), _half(blocks, 0), _half(blocks, 2), None, 32, None)
 
 
+def _bits(octets: torch.Tensor) -> torch.Tensor:
+    """[...] -> [..., 8], the lowest first."""
+    return octets[..., None] >> torch.arange(8, dtype=torch.uint8) & 1
+
+
+def _fives(blocks: torch.Tensor, first: int) -> torch.Tensor:
+    """int8 [rows, inputs]: codes of 5 bits, whose fifth ones stand at this byte before the nibbles."""
+    high = _bits(blocks[..., first : first + 4]).flatten(-2)
+    codes = _nibbles(blocks[..., first + 4 :]).flatten(-2) | high << 4
+    return codes.to(torch.int8).reshape(blocks.shape[0], -1)
+
+
+def _q5_0(blocks: torch.Tensor) -> Quantised:
+    return Quantised(_fives(blocks, 2) - 16, _half(blocks, 0), None, None, 32, None)
+
+
+def _q5_1(blocks: torch.Tensor) -> Quantised:
+    return Quantised(_fives(blocks, 4), _half(blocks, 0), _half(blocks, 2), None, 32, None)
+
+
 def _q4_k(blocks: torch.Tensor) -> Quantised:
-    """256 values: 8 groups of 32, whose scales and minima have 6 bits."""
+    """256 values: 8 groups of 32."""
+    codes = _nibbles(blocks[..., 16:].reshape(blocks.shape[0], -1, 4, 32)).reshape(blocks.shape[0], -1)
+    return Quantised(pack_nibbles(codes), *_scales_and_minima(blocks), None, 32, None)
+
+
+def _q5_k(blocks: torch.Tensor) -> Quantised:
+    """The same with fifth bits: the g-th of a byte is of a value of the g-th group."""
+    low = _nibbles(blocks[..., 48:].reshape(blocks.shape[0], -1, 4, 32)).flatten(2, 3)
+    codes = low | _bits(blocks[..., 16:48]).transpose(2, 3) << 4
+    codes = codes.to(torch.int8).reshape(blocks.shape[0], -1)
+    return Quantised(codes, *_scales_and_minima(blocks), None, 32, None)
+
+
+def _scales_and_minima(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales and offsets [rows, groups] of 8 groups in a block, which have 6 bits each."""
     rows, six = blocks.shape[0], blocks[..., 4:16].int()
     low, middle, high = six[..., :4], six[..., 4:8], six[..., 8:]
     scales = torch.cat((low & 63, high & 15 | low >> 6 << 4), dim=-1)
     minima = torch.cat((middle & 63, high >> 4 | middle >> 6 << 4), dim=-1)
-    codes = _nibbles(blocks[..., 16:].reshape(rows, -1, 4, 32)).reshape(rows, -1)
     scale, offset = (_half(blocks, at)[..., None] * six for at, six in ((0, scales), (2, minima)))
-    return Quantised(pack_nibbles(codes), scale.reshape(rows, -1), -offset.reshape(rows, -1), None, 32, None)
+    return scale.reshape(rows, -1), -offset.reshape(rows, -1)
 
 
 def _q6_k(blocks: torch.Tensor) -> Quantised:
@@ -169,7 +202,10 @@ def _q6_k(blocks: torch.Tensor) -> Quantised:
 _READERS: dict[str, Callable[[torch.Tensor], Quantised]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
     "Q8_0": _q8_0,
     "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
     "Q6_K": _q6_k,
 }

@@ -426,7 +426,7 @@ def _llama_3_factors(rope: dict[str, Any], head_dim: int) -> np.ndarray:
 
 _OF_LLAMA_3 = ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
 # Bytes of a block of 256, where its halves are, and their size, for which gguf has no quantisation: blocks of any bits.
-_HALVES = {"Q4_K": (144, (0, 2), (2e-4, 1.5e-3)), "Q6_K": (210, (208,), (3e-5,))}
+_HALVES = {"Q4_K": (144, (0, 2), (2e-4, 1.5e-3)), "Q5_K": (176, (0, 2), (1e-4, 1.5e-3)), "Q6_K": (210, (208,), (3e-5,))}
 
 
 def _k_blocks(kind: str, values: Any, generator: Any) -> Any:
