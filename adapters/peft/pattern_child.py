@@ -1,23 +1,21 @@
-"""`python -m adapters.peft.pattern_child`: matches strangers' regular expressions for `adapters.peft.target_patterns`,
-and ends.
+"""`python -m adapters.peft.pattern_child`: matches strangers' regular expressions for `adapters.peft.target_patterns`.
 
-Reads [seconds, method, [pattern...], [text...]] from its input; writes for each pattern the indices of the texts that
-it matches, or which pattern is broken and why. A timer of the kernel ends it in the middle of a match, since nobody
-handles its signal; memory is bounded by its address space; files, network and other processes are out of its reach.
+A job is [seconds, method, [pattern...], [text...]]; the answer has for each pattern the indices of the texts that it
+matches, or says which pattern is broken and why.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
-import resource
 import signal
-import sys
 from typing import Any
 
-from adapters.isolation.confinement import confine
+from adapters.isolation.bounded_child import serve
 
-_MAX_BYTES = 512 << 20
+# To read a job's texts too, tens of thousands of which may come.
+_MAX_SECONDS = 10.0
 
 
 def matches(method: str, patterns: list[str], texts: list[str]) -> dict[str, Any]:
@@ -32,14 +30,16 @@ def matches(method: str, patterns: list[str], texts: list[str]) -> dict[str, Any
     return {"found": found}
 
 
-def main() -> None:
-    """Answer one request. Confinement that the kernel lacks is reported by the long-lived confined children."""
-    resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
-    seconds, method, patterns, texts = json.load(sys.stdin)
-    confine()
-    signal.setitimer(signal.ITIMER_PROF, seconds)
-    json.dump(matches(method, patterns, texts), sys.stdout)
+def _answer(line: bytes) -> dict[str, Any]:
+    seconds, method, patterns, texts = json.loads(line)
+    signal.setitimer(signal.ITIMER_PROF, seconds)  # `serve` stops it
+    return matches(method, patterns, texts)
+
+
+def main() -> int:
+    """Returns the exit code."""
+    return serve(_answer, max_seconds=_MAX_SECONDS, is_confined=True)
 
 
 if __name__ == "__main__":
-    main()
+    os._exit(main())

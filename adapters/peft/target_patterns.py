@@ -1,23 +1,21 @@
 """Which modules a configuration's names and regular expressions match, exactly as PEFT decides it.
 
 Regular expressions come from strangers, and Python's can take exponential time. Plain names are matched here; anything
-with operators is matched in a child process (`adapters.peft.pattern_child`) whose processor time and memory are limited
-by the kernel, and which reaches no files and no network.
+with operators is matched in a child process of its own (`adapters.peft.pattern_child`), whose processor time and memory
+the kernel limits, and which reaches no files and no network (`adapters.isolation.bounded_child`).
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from contextlib import closing
 from typing import Literal
 
 from adapters.errors import Malformed
+from adapters.isolation.bounded_child import BoundedChild
 from adapters.peft.config import AdapterConfig
 
 # Processor time to compile and match: one expression; all keys of rank_pattern or alpha_pattern. What people train
@@ -26,14 +24,9 @@ EXPRESSION_SECONDS = 0.05
 KEYS_SECONDS = 1.0
 # Of a key with a module: seconds of Python. Modules are many where each expert is one.
 _MOST_COMPARISONS = 1 << 23
-# On a machine so loaded that the child does not get its time.
-_GIVE_UP_SECONDS = 60.0
 ALL_LINEAR = "all-linear"
-# All that Python needs to start; the rest of it is this server's, keys among it.
-_ENVIRONMENT = ("LD_LIBRARY_PATH", "PATH")
-_ROOT = str(Path(__file__).resolve().parents[2])
 _PLAIN = re.compile(r"[A-Za-z0-9_.]+")
-_COMMAND = (sys.executable, "-s", "-S", "-P", "-m", "adapters.peft.pattern_child")
+_CHILD = "adapters.peft.pattern_child"
 
 
 def targeted(config: AdapterConfig, paths: Sequence[str], linear_paths: Iterable[str]) -> set[str]:
@@ -147,23 +140,13 @@ def _match_in_child(
     if not patterns:
         return {}
     fault = f"adapter_config.json: {what} holds a regular expression that"
-    try:
-        child = subprocess.run(
-            _COMMAND,
-            input=json.dumps([seconds, method, list(patterns.values()), list(paths)]).encode(),
-            capture_output=True,
-            timeout=_GIVE_UP_SECONDS,
-            env={name: os.environ[name] for name in _ENVIRONMENT if name in os.environ} | {"PYTHONPATH": _ROOT},
-            check=False,
-        )
-        took_too_long = child.returncode == -signal.SIGPROF
-    except subprocess.TimeoutExpired:
-        took_too_long = True
-    if took_too_long:
+    job = json.dumps([seconds, method, list(patterns.values()), list(paths)]).encode() + b"\n"
+    with closing(BoundedChild(_CHILD, [])) as child:
+        answer = child.ask(job)
+    if answer == -signal.SIGPROF:
         raise Malformed(f"{fault} takes too long to match; write it more simply or list the modules.")
-    if child.returncode != 0:
+    if isinstance(answer, int):
         raise Malformed(f"{fault} could not be evaluated; write it more simply or list the modules.")
-    answer = json.loads(child.stdout)
     names = list(patterns)
     if "broken" in answer:
         raise Malformed(f"{fault} is not valid: {names[answer['broken']][:200]!r} ({answer['why'][:200]}).")
