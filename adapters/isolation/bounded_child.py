@@ -1,8 +1,6 @@
 """A child process for untrusted input that may loop, grow or crash: it can only end itself.
 
-`BoundedChild` is the parent's side, `serve` the child's: one JSON line in, one JSON line out, until its input ends.
-Time is bounded by a kernel timer on the child's processor time whose signal has no handler; memory by the child's
-address space. Files, network and other processes are out of its reach as far as `adapters.isolation.confinement` holds.
+The parent's side of `adapters.isolation.confinement`: one JSON line in, one JSON line out, until the input ends.
 """
 
 from __future__ import annotations
@@ -12,23 +10,18 @@ import functools
 import json
 import logging
 import os
-import resource
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-from adapters.isolation.confinement import confine
+from adapters.isolation.confinement import MAX_NEW_BYTES, OUT_OF_MEMORY
 from kernels.child_process import child_environment
 
 log = logging.getLogger(__name__)
 
-OUT_OF_MEMORY = 3  # the child's exit code
-# Bytes that a child's jobs may take, all together, beside what there is at its start.
-MAX_NEW_BYTES = 512 << 20
 # Added to the child's niceness: where processors are short, the engine and the event loop have three times its part of
 # them. Not more: people wait for its answers too, and its limits count its own time.
 _LESS_PRIORITY, _MOST_NICENESS = 5, 19
@@ -41,7 +34,7 @@ class BoundedChild:
     Callers should wait in a thread that uploads and other chats do not need (`service.fairness.thread_pool`)."""
 
     def __init__(self, module: str, arguments: Sequence[str]) -> None:
-        """module  run as `python -m module ARGUMENTS`; it calls `serve`"""
+        """module  run as `python -m module ARGUMENTS`; it calls `confinement.serve`"""
         self._arguments = ["-P", "-m", module, *arguments]
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
@@ -124,45 +117,3 @@ def excess_of(code: int, max_seconds: float) -> str | None:
     if code == OUT_OF_MEMORY:
         return f"takes more than {MAX_NEW_BYTES >> 20} MiB of memory"
     return f"got its process killed by signal {-code}" if code < 0 else None
-
-
-# ---- the child's side
-
-
-def serve(answer: Callable[[bytes], dict[str, Any]], *, max_seconds: float, is_confined: bool = False) -> int:
-    """Answer jobs until the parent ends, or one has taken too much. Returns the exit code, for `os._exit`: a job may
-    have left little memory for the interpreter's clean-up, and there is nothing to save.
-
-    max_seconds  of processor time for one job
-    is_confined  whether jobs need neither files nor threads: then the child gives those up, and the rest of
-                 `adapters.isolation.confinement`
-    """
-    for ignored in (signal.SIGINT, signal.SIGTERM):  # they reach the whole process group; the parent judges them
-        signal.signal(ignored, signal.SIG_IGN)
-    _bound_memory()
-    sys.stdout.buffer.write(json.dumps(confine() if is_confined else []).encode() + b"\n")
-    sys.stdout.buffer.flush()
-    for line in sys.stdin.buffer:
-        signal.setitimer(signal.ITIMER_PROF, max_seconds)
-        try:
-            # As it is, since the parent's other requests wait while this is read: escapes are two to six times as long.
-            encoded = json.dumps(answer(line), ensure_ascii=False).encode(errors="surrogatepass") + b"\n"
-        except MemoryError:  # nobody knows what is left of the child
-            return OUT_OF_MEMORY
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.buffer.write(encoded)
-        sys.stdout.buffer.flush()
-    return 0
-
-
-def _bound_memory() -> None:
-    """Limit the address space to MAX_NEW_BYTES more than now, and disable core dumps."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    try:
-        num_pages = int(Path("/proc/self/statm").read_text().split()[0])
-    except OSError:  # not Linux
-        return
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    wanted = num_pages * resource.getpagesize() + MAX_NEW_BYTES
-    bound = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (bound, bound))

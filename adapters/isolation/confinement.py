@@ -1,5 +1,7 @@
-"""The confinement of a process that runs strangers' programs, as far as its kernel allows it without privileges.
+"""The child's side of `adapters.isolation.bounded_child`: it bounds and confines itself, then answers jobs.
 
+Time is bounded by a kernel timer on the process's own time whose signal has no handler, memory by its address space.
+Files, network and other processes are out of its reach as far as its kernel allows that without privileges. That is
 Linux only: Landlock denies the file system, TCP, and other processes' sockets and signals; seccomp leaves the system
 calls for computing and for reading and writing open files. Both hold until the process ends: seccomp for all its
 threads, Landlock for the calling thread and those that it starts.
@@ -9,10 +11,20 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import json
 import os
 import platform
 import resource
+import signal
 import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+OUT_OF_MEMORY = 3  # exit code
+# Bytes that a process's jobs may take, all together, beside what there is at its start.
+MAX_NEW_BYTES = 512 << 20
 
 # ---- Landlock: the same numbers on every architecture
 
@@ -47,6 +59,43 @@ _SYSTEM_CALLS = {
         "63 64 57 62 80 222 226 215 216 214 233 134 135 139 132 124 172 178 93 94 98 169 113 114 128 278 103 102",
     ),
 }
+
+
+def serve(answer: Callable[[bytes], dict[str, Any]], *, max_seconds: float) -> int:
+    """Answer jobs until the parent ends, or one has taken too much. Returns the exit code, for `os._exit`: a job may
+    have left little memory for the interpreter's clean-up, and there is nothing to save.
+
+    max_seconds  of processor time for one job
+    """
+    for ignored in (signal.SIGINT, signal.SIGTERM):  # they reach the whole process group; the parent judges them
+        signal.signal(ignored, signal.SIG_IGN)
+    _bound_memory()
+    sys.stdout.buffer.write(json.dumps(confine()).encode() + b"\n")
+    sys.stdout.buffer.flush()
+    for line in sys.stdin.buffer:
+        signal.setitimer(signal.ITIMER_PROF, max_seconds)
+        try:
+            # As it is, since the parent's other requests wait while this is read: escapes are two to six times as long.
+            encoded = json.dumps(answer(line), ensure_ascii=False).encode(errors="surrogatepass") + b"\n"
+        except MemoryError:  # nobody knows what is left of the child
+            return OUT_OF_MEMORY
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.buffer.write(encoded)
+        sys.stdout.buffer.flush()
+    return 0
+
+
+def _bound_memory() -> None:
+    """Limit the address space to MAX_NEW_BYTES more than now, and disable core dumps."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    try:
+        num_pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except OSError:  # not Linux
+        return
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    wanted = num_pages * resource.getpagesize() + MAX_NEW_BYTES
+    bound = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (bound, bound))
 
 
 def confine() -> list[str]:

@@ -12,7 +12,7 @@ import re
 import signal
 from typing import Any
 
-from adapters.isolation.bounded_child import serve
+from adapters.isolation.confinement import serve
 
 # To read a job's texts too, tens of thousands of which may come.
 _MAX_SECONDS = 10.0
@@ -38,7 +38,7 @@ def _answer(line: bytes) -> dict[str, Any]:
 
 def main() -> int:
     """Returns the exit code."""
-    return serve(_answer, max_seconds=_MAX_SECONDS, is_confined=True)
+    return serve(_answer, max_seconds=_MAX_SECONDS)
 
 
 if __name__ == "__main__":

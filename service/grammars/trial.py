@@ -20,7 +20,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from adapters.isolation.bounded_child import BoundedChild, excess_of, serve
+from adapters.isolation.bounded_child import BoundedChild, excess_of
+from adapters.isolation.confinement import serve
 from service.fairness.client_identity import CLIENT, NOBODY
 from service.fairness.fair_cache import FairCache
 from service.fairness.thread_pool import FairPool
@@ -131,7 +132,7 @@ def main() -> int:
     _, hard = resource.getrlimit(resource.RLIMIT_STACK)
     resource.setrlimit(resource.RLIMIT_STACK, (_STACK_BYTES, hard))  # Linux looks at it whenever a stack grows
     answer = functools.partial(_answer, table)
-    return serve(answer, max_seconds=float(max_seconds), is_confined=True)
+    return serve(answer, max_seconds=float(max_seconds))
 
 
 if __name__ == "__main__":

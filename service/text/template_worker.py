@@ -23,7 +23,8 @@ from typing import Any, Protocol, TypeVar
 
 from jinja2.exceptions import SecurityError
 
-from adapters.isolation.bounded_child import BoundedChild, excess_of, serve
+from adapters.isolation.bounded_child import BoundedChild, excess_of
+from adapters.isolation.confinement import serve
 from service.fairness.client_identity import CLIENT
 from service.fairness.thread_pool import FairPool
 from service.text.chat_template import ChatTemplate
@@ -221,7 +222,7 @@ def main() -> int:
     for name in _LAZY_CODECS:
         codecs.lookup(name)
     time.tzset()
-    return serve(_answer, max_seconds=float(sys.argv[1]), is_confined=True)
+    return serve(_answer, max_seconds=float(sys.argv[1]))
 
 
 if __name__ == "__main__":

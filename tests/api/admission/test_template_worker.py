@@ -17,7 +17,8 @@ from uuid import uuid4
 import jinja2.filters
 import pytest
 
-from adapters.isolation.bounded_child import OUT_OF_MEMORY, BoundedChild
+from adapters.isolation.bounded_child import BoundedChild
+from adapters.isolation.confinement import OUT_OF_MEMORY
 from kernels.child_process import child_environment
 from service.fairness.client_identity import CLIENT
 from service.text.chat_template import ChatTemplate
