@@ -99,14 +99,14 @@ def sample(
         return pack(maps.given.new_empty(0), logprobs, maps)
     logits = rows_to_sample(logits, maps)
     if facts.num_penalised:
-        assert isinstance(state, DenseState), "the state is another implementation's"
-        _penalise(logits, maps, state)
+        assert state is not None
+        state.penalise(logits, maps)
     edit(logits, maps)
     if facts.num_masked:
         _mask(logits, maps)
     best_values, tokens = largest(logits)
     if facts.is_random:
-        temperature = _column(maps, "temperature")
+        temperature = maps.column("temperature")
         is_drawn = temperature > 0.0
         # Relative to the most likely token, whose weight is 1: no temperature can overflow.
         weights = logits.sub_(best_values[:, None]).div_(torch.where(is_drawn, temperature, 1.0)).exp_()
@@ -115,23 +115,6 @@ def sample(
     if state is not None and facts.num_penalised:
         state.add(maps.slots, tokens)
     return pack(tokens, logprobs, maps)
-
-
-def _penalise(logits: torch.Tensor, maps: SamplingMaps, state: DenseState) -> None:
-    """The penalties of the reference, in place."""
-    rows = maps.penalised
-    values = logits.index_select(0, rows)
-    held = state.table.index_select(0, maps.slots.index_select(0, rows))
-    num_output = held.floor()
-    if maps.uses("repetition_penalty"):
-        repetition = _column(maps, "repetition_penalty").index_select(0, rows)
-        repeated = torch.where(values > 0, values / repetition, values * repetition)
-        values = torch.where(held > 0, repeated, values)
-    if maps.uses("frequency_penalty"):
-        values = values - _column(maps, "frequency_penalty").index_select(0, rows) * num_output
-    if maps.uses("presence_penalty"):
-        values = values - _column(maps, "presence_penalty").index_select(0, rows) * (num_output > 0).float()
-    logits.index_copy_(0, rows, values)
 
 
 def _mask(logits: torch.Tensor, maps: SamplingMaps) -> None:
@@ -147,7 +130,7 @@ def cut(weights: torch.Tensor, maps: SamplingMaps) -> torch.Tensor:
     weights  float32 [num_rows, vocab], the largest of a row being 1
     """
     if maps.uses("min_p"):
-        weights = torch.where(weights < _column(maps, "min_p"), 0.0, weights)
+        weights = torch.where(weights < maps.column("min_p"), 0.0, weights)
     num_ranked, vocab = maps.facts.num_ranked, maps.facts.vocab
     if not num_ranked:
         return weights
@@ -156,15 +139,37 @@ def cut(weights: torch.Tensor, maps: SamplingMaps) -> torch.Tensor:
     else:
         ranked = weights.sort(dim=-1, descending=True).values
     if maps.uses("top_k"):
-        top_k = _column(maps, "top_k").long()
+        top_k = maps.column("top_k").long()
         least = ranked.gather(1, (top_k - 1).clamp(0, num_ranked - 1))
         weights = torch.where((top_k > 0) & (weights < least), 0.0, weights)
     if maps.uses("top_p"):
-        top_p = _column(maps, "top_p")
+        top_p = maps.column("top_p")
         wanted = top_p * weights.sum(dim=-1, keepdim=True)
         least = ranked.gather(1, _find(ranked, wanted, is_inclusive=True)[:, None])
         weights = torch.where((top_p < 1.0) & (weights < least), 0.0, weights)
     return weights
+
+
+def cut_rows(weights: torch.Tensor, rows: torch.Tensor, maps: SamplingMaps) -> None:
+    """The same in place and one by one, by a sort of the few tokens that can matter: as a CPU has it.
+
+    weights  float32 [len(rows), vocab], of these rows of the step
+    """
+    if not maps.uses("min_p") and not maps.facts.num_ranked:
+        return
+    values = (maps.parameter(name)[rows].tolist() for name in ("min_p", "top_k", "top_p"))
+    for row, min_p, top_k, top_p in zip(weights, *values, strict=True):
+        if min_p > 0.0:
+            row.masked_fill_(row < min_p, 0.0)
+        if top_k > 0:
+            row.masked_fill_(row < row.topk(int(top_k)).values[-1], 0.0)
+        if top_p < 1.0:
+            wanted = top_p * row.sum(dtype=torch.float64)
+            # Tokens below this weight sum to less than what top_p leaves out, so the sort can do without them.
+            floor = (row.sum(dtype=torch.float64) - wanted) / len(row)
+            ranked = row[row >= floor.float()].sort(descending=True).values
+            num_kept = int(torch.searchsorted(ranked.cumsum(0, dtype=torch.float64), wanted)) + 1
+            row.masked_fill_(row < ranked[min(num_kept, len(ranked)) - 1], 0.0)
 
 
 def _pick(weights: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
@@ -210,8 +215,3 @@ def _blocks(weights: torch.Tensor) -> torch.Tensor:
     if missing:
         weights = functional.pad(weights, (0, missing))
     return weights.view(weights.shape[0], -1, _BLOCK)
-
-
-def _column(maps: SamplingMaps, name: str) -> torch.Tensor:
-    """float32 [num_rows, 1]"""
-    return maps.parameter(name).float()[:, None]

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 
 from kernels.contract import Contract
-from kernels.sampling.any_device import edit, model_logprobs, rows_to_sample
+from kernels.sampling.any_device import cut_rows, edit, model_logprobs, rows_to_sample
 from kernels.sampling.maps import SamplingMaps
 from kernels.sampling.ops import Sampled, pack
 from kernels.sampling.penalty_state import PenaltyState, SparseState
@@ -34,8 +34,8 @@ def sample(logits: torch.Tensor, maps: SamplingMaps, state: PenaltyState | None)
         return pack(maps.given.new_empty(0), logprobs, maps)
     logits = rows_to_sample(logits, maps)
     if facts.num_penalised:
-        assert isinstance(state, SparseState), "the state is another implementation's"
-        _penalise(logits, maps, state)
+        assert state is not None
+        state.penalise(logits, maps)
     edit(logits, maps)
     if facts.num_masked:
         _mask(logits, maps)
@@ -49,29 +49,6 @@ def sample(logits: torch.Tensor, maps: SamplingMaps, state: PenaltyState | None)
     if state is not None and facts.num_penalised:
         state.add(maps.slots, tokens)
     return pack(tokens, logprobs, maps)
-
-
-def _penalise(logits: torch.Tensor, maps: SamplingMaps, state: SparseState) -> None:
-    """For each row with a slot and each token t of its counts, in place:
-
-    logits[row, t] = r(logits[row, t]) - frequency * n(t) - presence * [n(t) > 0], where n counts the output and
-    r(x) = x / repetition if x > 0 else x * repetition.
-    """
-    slots = maps.slots.tolist()
-    rows = [row for row, slot in enumerate(slots) if slot >= 0]
-    held = [state[slots[row]] for row in rows]
-    row = torch.from_numpy(np.repeat(np.array(rows), [len(counts.token_ids) for counts in held]))
-    token = torch.from_numpy(np.concatenate([counts.token_ids for counts in held]))
-    count = torch.from_numpy(np.concatenate([counts.output_counts for counts in held]))
-
-    def per_token(name: str) -> torch.Tensor:
-        return maps.parameter(name).float()[row]
-
-    values = logits[row, token]
-    repetition = per_token("repetition_penalty")
-    values = torch.where(values > 0, values / repetition, values * repetition)
-    values = values - per_token("frequency_penalty") * count
-    logits[row, token] = values - per_token("presence_penalty") * (count > 0)
 
 
 def _mask(logits: torch.Tensor, maps: SamplingMaps) -> None:
@@ -88,29 +65,8 @@ def _draw(logits: torch.Tensor, best_values: torch.Tensor, rows: torch.Tensor, m
     # Relative to the most likely token, whose weight is 1: no temperature can overflow.
     temperatures = maps.parameter("temperature")[rows].float()
     weights = logits.sub_(best_values[:, None]).div_(temperatures[:, None]).exp_()
-    if maps.uses("min_p") or maps.facts.num_ranked:
-        min_p, top_k, top_p = (maps.parameter(name)[rows].tolist() for name in ("min_p", "top_k", "top_p"))
-        for i, row in enumerate(weights):
-            _cut(row, min_p[i], int(top_k[i]), top_p[i])
+    cut_rows(weights, rows, maps)
     return _pick(weights, maps.numbers[rows].double())
-
-
-def _cut(weights: torch.Tensor, min_p: float, top_k: int, top_p: float) -> None:
-    """Zero what min_p, top_k and top_p exclude, in place; equals of the last token kept stay too.
-
-    weights  [vocab], the largest being 1
-    """
-    if min_p > 0.0:
-        weights.masked_fill_(weights < min_p, 0.0)
-    if top_k > 0:
-        weights.masked_fill_(weights < weights.topk(top_k).values[-1], 0.0)
-    if top_p < 1.0:
-        wanted = top_p * weights.sum(dtype=torch.float64)
-        # Tokens below this weight sum to less than what top_p leaves out, so the sort can do without them.
-        floor = (weights.sum(dtype=torch.float64) - wanted) / len(weights)
-        ranked = weights[weights >= floor.float()].sort(descending=True).values
-        num_kept = int(torch.searchsorted(ranked.cumsum(0, dtype=torch.float64), wanted)) + 1
-        weights.masked_fill_(weights < ranked[min(num_kept, len(ranked)) - 1], 0.0)
 
 
 def _pick(weights: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:

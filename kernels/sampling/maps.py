@@ -1,6 +1,7 @@
 """A step's sampling on the device: host facts that choose the code path, and tensors that hold the rest.
 
-A captured step may be run again with all that `asked.ask` gives for equal facts, written into the same tensors.
+A captured step may be run again with all that `sampling_request.ask` gives for equal facts, written into the same
+tensors.
 """
 
 from __future__ import annotations
@@ -178,3 +179,7 @@ class SamplingMaps(SamplingArrays[torch.Tensor]):
     def parameter(self, name: str) -> torch.Tensor:
         """number [num_rows]"""
         return self.parameters[index_of(name)]
+
+    def column(self, name: str) -> torch.Tensor:
+        """float32 [num_rows, 1]"""
+        return self.parameter(name).float()[:, None]

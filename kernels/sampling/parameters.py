@@ -1,6 +1,7 @@
 """The sampling parameters of a request, each declared once.
 
-A further one is one field of `Parameters` and one line in each implementation, beside the others of its stage:
+A further one is one field of `Parameters`, a line in `reference.py`, and one for each kind of device beside the others
+of its stage, in `penalty_state.py` or in `any_device.py`:
 
     if maps.uses("made_up"):
         ...maps.parameter("made_up")...   # [rows]

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from kernels.sampling.maps import SamplingMaps
+
 
 class PenaltyState(ABC):
     """Whether a token occurs in the prompt of a slot's sequence, and how often in its output.
@@ -31,6 +33,16 @@ class PenaltyState(ABC):
     @abstractmethod
     def add(self, slots: torch.Tensor, token_ids: torch.Tensor) -> None:
         """int64 [rows] each: one more output token of each slot; nothing where one of the two is -1."""
+
+    @abstractmethod
+    def penalise(self, logits: torch.Tensor, maps: SamplingMaps) -> None:
+        """For each row with a slot and each token t of its counts, in place:
+
+        logits[row, t] = r(logits[row, t]) - frequency * n(t) - presence * [n(t) > 0], where n counts the output and
+        r(x) = x / repetition if x > 0 else x * repetition.
+
+        logits  float32 [num_rows, vocab]
+        """
 
 
 class DenseState(PenaltyState):
@@ -68,6 +80,25 @@ class DenseState(PenaltyState):
         is_counted = (slots >= 0) & (token_ids >= 0)
         self.table.view(-1).index_add_(0, places, is_counted.to(torch.float32))
 
+    def penalise(self, logits: torch.Tensor, maps: SamplingMaps) -> None:
+        rows = maps.penalised
+        values = logits.index_select(0, rows)
+        held = self.table.index_select(0, maps.slots.index_select(0, rows))
+        num_output = held.floor()
+
+        def per_row(name: str) -> torch.Tensor:
+            return maps.column(name).index_select(0, rows)
+
+        if maps.uses("repetition_penalty"):
+            repetition = per_row("repetition_penalty")
+            repeated = torch.where(values > 0, values / repetition, values * repetition)
+            values = torch.where(held > 0, repeated, values)
+        if maps.uses("frequency_penalty"):
+            values = values - per_row("frequency_penalty") * num_output
+        if maps.uses("presence_penalty"):
+            values = values - per_row("presence_penalty") * (num_output > 0).float()
+        logits.index_copy_(0, rows, values)
+
     def _put(self, array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(array)
         return tensor if self._device.type == "cpu" else tensor.pin_memory().to(self._device, non_blocking=True)
@@ -79,9 +110,6 @@ class SparseState(PenaltyState):
     def __init__(self, vocab: int) -> None:
         self._vocab = vocab
         self._slots: dict[int, TokenCounts] = {}
-
-    def __getitem__(self, slot: int) -> TokenCounts:
-        return self._slots[slot]
 
     def reset(self, slot: int, prompt_token_ids: Sequence[int], output_token_ids: Sequence[int]) -> None:
         counts = self._slots[slot] = TokenCounts(prompt_token_ids)
@@ -99,6 +127,23 @@ class SparseState(PenaltyState):
         for slot, token in zip(slots.tolist(), token_ids.tolist(), strict=True):
             if slot >= 0 and token >= 0:
                 self._slots[slot].add(token)
+
+    def penalise(self, logits: torch.Tensor, maps: SamplingMaps) -> None:
+        slots = maps.slots.tolist()
+        rows = [row for row, slot in enumerate(slots) if slot >= 0]
+        held = [self._slots[slots[row]] for row in rows]
+        row = torch.from_numpy(np.repeat(np.array(rows), [len(counts.token_ids) for counts in held]))
+        token = torch.from_numpy(np.concatenate([counts.token_ids for counts in held]))
+        count = torch.from_numpy(np.concatenate([counts.output_counts for counts in held]))
+
+        def per_token(name: str) -> torch.Tensor:
+            return maps.parameter(name).float()[row]
+
+        values = logits[row, token]
+        repetition = per_token("repetition_penalty")
+        values = torch.where(values > 0, values / repetition, values * repetition)
+        values = values - per_token("frequency_penalty") * count
+        logits[row, token] = values - per_token("presence_penalty") * (count > 0)
 
 
 class TokenCounts:
