@@ -299,7 +299,7 @@ class StoreFiles:
         replace_file(self._name_path(name), msgspec.json.encode(record), temporary=temporary)
 
     def remove_name(self, name: str) -> None:
-        self._retired.take(self._name_path(name))
+        self._retired.move_in(self._name_path(name))
         sync_directory(self._names)
 
     def retire(self, name: str, record: NameRecord) -> None:

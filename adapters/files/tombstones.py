@@ -32,7 +32,7 @@ class Tombstones:
         directory.mkdir(exist_ok=True)
         self._num_files = sum(1 for _ in directory.iterdir())
 
-    def take(self, path: Path) -> None:
+    def move_in(self, path: Path) -> None:
         """Move the file of a deleted name here. Where that fails, remove it."""
         try:
             path.rename(self._directory / path.name)

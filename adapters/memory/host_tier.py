@@ -122,7 +122,7 @@ class HostTier:
 
     def read(self, digest: str) -> HostAdapter:
         """Read the adapter again, into memory of the tier; errors as in `get`."""
-        return read_adapter(self._root, self._layout, digest, self._dtype, self.take, num_threads=self._num_threads)
+        return read_adapter(self._root, self._layout, digest, self._dtype, self.allocate, num_threads=self._num_threads)
 
     def drop(self, digest: str) -> None:
         """Forget the adapter; unknown digests, and sums, are ignored."""
@@ -160,9 +160,9 @@ class HostTier:
             for digest, adapter in self._kept.items():
                 assert adapter.digest == digest
 
-    def take(self, num_bytes: int) -> tuple[torch.Tensor, SlabMemory]:
+    def allocate(self, num_bytes: int) -> tuple[torch.Tensor, SlabMemory]:
         """Memory for a slab that is about to be read; evicts adapters of least worth if necessary."""
-        while (slab := self._memory.take(num_bytes)) is None:
+        while (slab := self._memory.allocate(num_bytes)) is None:
             with self._lock:
                 if not self._kept or num_bytes > self.budget_bytes:
                     break
@@ -203,7 +203,7 @@ Take = Callable[[int], tuple[torch.Tensor, SlabMemory]]
 def pageable(num_bytes: int) -> tuple[torch.Tensor, SlabMemory]:
     """A slab from the heap."""
     memory = PageableMemory()
-    return memory.take(num_bytes), memory
+    return memory.allocate(num_bytes), memory
 
 
 def read_adapter(

@@ -144,7 +144,7 @@ class RowAllocation:
 
     # ---- changes
 
-    def take(self, digest: str, rows: Mapping[str, int], *, may_evict: bool = True) -> Placement | None:
+    def allocate(self, digest: str, rows: Mapping[str, int], *, may_evict: bool = True) -> Placement | None:
         """Allocate ranges and a place for a newcomer. None, with nothing changed, when the residents in use leave too
         few rows, or when, without `may_evict`, compacting idle ranges is not enough."""
         assert digest not in self._residents, digest
@@ -156,7 +156,7 @@ class RowAllocation:
         placement = Placement(-1)
         for group, length in lengths.items():
             self._make_room(group, length, placement)
-            taken = self._ranges[group].take(digest, length)
+            taken = self._ranges[group].allocate(digest, length)
             assert taken is not None, (group, length)
             # In use until all are there: room in the next group is not made at the cost of this one.
             placement.ranges[group] = taken

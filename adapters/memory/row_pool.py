@@ -178,7 +178,7 @@ class RowPool:
             self.allocation.use(digest)
             return next((copy.mark for copy in self._under_way if copy.digest == digest), COMPLETED)
         self.check_size(adapter.rows)
-        placement = self.allocation.take(digest, adapter.rows, may_evict=may_evict)
+        placement = self.allocation.allocate(digest, adapter.rows, may_evict=may_evict)
         if placement is None:
             return None
         self._evicted += placement.evicted
@@ -251,7 +251,7 @@ class RowPool:
     def trim(self) -> None:
         """On a CPU: release the memory of rows that dropped adapters have left. Rows never used occupy none."""
         for group in self._freed_groups:
-            self._tensors.give_back(group, self.allocation.free_ranges(group))
+            self._tensors.free_rows(group, self.allocation.free_ranges(group))
         self._freed_groups.clear()
 
     # ---- writing

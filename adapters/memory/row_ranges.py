@@ -79,7 +79,7 @@ class RangeAllocator:
     def num_free(self) -> int:
         return self.num_rows - self.num_used
 
-    def take(self, owner: str, length: int) -> Range | None:
+    def allocate(self, owner: str, length: int) -> Range | None:
         """Allocate the lowest gap of at least `length` rows to `owner`; None if no single gap is long enough.
 
         The lowest, not the smallest: the windows behind base weights are prefixes of the rows, and a short window is

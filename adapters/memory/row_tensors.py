@@ -110,7 +110,7 @@ class RowTensors:
         if scaled:
             torch._foreach_mul_(scaled, ratios)
 
-    def give_back(self, group: Group, free: Sequence[Range]) -> None:
+    def free_rows(self, group: Group, free: Sequence[Range]) -> None:
         """On a CPU: release the memory of these rows."""
         for projection in self._projections(group):
             stack = self.stacks[projection.name]

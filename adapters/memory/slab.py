@@ -188,29 +188,29 @@ class AdapterSum:
 class SlabMemory(Protocol):
     """Allocator of slabs."""
 
-    def take(self, num_bytes: int) -> torch.Tensor | None:
+    def allocate(self, num_bytes: int) -> torch.Tensor | None:
         """uint8 [num_bytes], uninitialised; None if no memory is left."""
 
-    def give_back(self, slab: torch.Tensor) -> None:
+    def free(self, slab: torch.Tensor) -> None:
         """Free a slab without users. Any thread."""
 
 
 class PageableMemory:
     """Heap memory, for engines on a CPU."""
 
-    def take(self, num_bytes: int) -> torch.Tensor:
+    def allocate(self, num_bytes: int) -> torch.Tensor:
         slab = torch.empty(num_bytes, dtype=torch.uint8)
         use_huge_pages(slab)
         return slab
 
-    def give_back(self, slab: torch.Tensor) -> None:
+    def free(self, slab: torch.Tensor) -> None:
         """The slab is freed with its last reference."""
 
 
 class Arena:
     """One block of memory, pinned once at the start: to pin memory takes milliseconds, and may wait for the device.
 
-    take is called by one thread at a time; give_back by any, also while the collector runs.
+    allocate is called by one thread at a time; free by any, also while the collector runs.
     """
 
     def __init__(self, num_bytes: int, *, is_pinned: bool = True) -> None:
@@ -219,11 +219,11 @@ class Arena:
         self._pages = RangeAllocator(num_pages)
         self._returned: deque[int] = deque()  # addresses
 
-    def take(self, num_bytes: int) -> torch.Tensor | None:
+    def allocate(self, num_bytes: int) -> torch.Tensor | None:
         while self._returned:
             self._pages.release(str(self._returned.popleft()))
         owner = f"taking-{num_bytes}"
-        taken = self._pages.take(owner, max(-(-num_bytes // ALIGNMENT_BYTES), 1))
+        taken = self._pages.allocate(owner, max(-(-num_bytes // ALIGNMENT_BYTES), 1))
         if taken is None:
             return None
         start = taken.start * ALIGNMENT_BYTES
@@ -231,7 +231,7 @@ class Arena:
         self._pages.rename(owner, str(slab.data_ptr()))
         return slab
 
-    def give_back(self, slab: torch.Tensor) -> None:
+    def free(self, slab: torch.Tensor) -> None:
         self._returned.append(slab.data_ptr())
 
     def check_integrity(self) -> None:
@@ -306,7 +306,7 @@ def make_adapter(
         own,
         extras.tokens,
     )
-    weakref.finalize(adapter, memory.give_back, slab).atexit = False
+    weakref.finalize(adapter, memory.free, slab).atexit = False
     return adapter
 
 
@@ -330,7 +330,9 @@ def make_sum(layout: BaseLayout, digest: str, parts: Sequence[tuple[HostAdapter,
                 slices[module] = _sum_slice(held, widths[group], num_experts)
                 rows[group] = max(rows.get(group, 0), slices[module].rank)
     memory = PageableMemory()
-    tables = make_adapter(layout, digest, (), torch.float32, memory.take(slab_bytes(layout, (), torch.float32)), memory)
+    tables = make_adapter(
+        layout, digest, (), torch.float32, memory.allocate(slab_bytes(layout, (), torch.float32)), memory
+    )
     _fill_tables(layout, tables.ranks, tables.scalings, slices)
     return AdapterSum(digest, tuple(one for one, _ in parts), tuple(firsts), widths, slices, rows, tables)
 
@@ -367,7 +369,7 @@ def pack(
         ModuleShape(name, a.shape[0], a.shape[1], b.shape[1], scaling) for name, (a, b, scaling) in weights.items()
     ]
     memory = PageableMemory()
-    adapter = make_adapter(layout, digest, shapes, dtype, memory.take(slab_bytes(layout, shapes, dtype)), memory)
+    adapter = make_adapter(layout, digest, shapes, dtype, memory.allocate(slab_bytes(layout, shapes, dtype)), memory)
     for name, held in adapter.slices.items():
         held.a.copy_(weights[name][0])
         held.b.copy_(weights[name][1])

@@ -1,4 +1,4 @@
-"""Quotas of clients in the API process: places in a queue, and log probabilities that wait to be sent."""
+"""Quotas of clients in the API process: queue slots, and log probabilities that wait to be sent."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class QueueLimits:
 
     @property
     def num_open(self) -> int:
-        """Places that are taken."""
+        """Slots that are held."""
         return self._shares.num_held
 
-    def enter(self, num_sequences: int, client: str = "") -> None:
-        """Take places. QueueFull if the client may not have all of them."""
+    def acquire(self, num_sequences: int, client: str = "") -> None:
+        """QueueFull if the client may not have so many more slots."""
         if not self._shares.acquire(client, num_sequences):
             raise QueueFull(
                 f"{self.num_open} of {self.limit} places are taken and this request needs {num_sequences}; "
@@ -35,19 +35,19 @@ class QueueLimits:
                 headers={"Retry-After": "1"},
             )
 
-    def leave(self, num_sequences: int, client: str = "") -> None:
-        """Give a client's places back."""
+    def release(self, num_sequences: int, client: str = "") -> None:
+        """Free so many of the client's slots."""
         self._shares.release(client, num_sequences)
 
     @contextmanager
-    def places(self, num_places: int = 1) -> Iterator[None]:
-        """Held inside by who pays for the request; all there are, if that is fewer. QueueFull if they are not free."""
-        client, num_places = CLIENT.get(), min(num_places, self.limit)
-        self.enter(num_places, client)
+    def holding(self, num_slots: int = 1) -> Iterator[None]:
+        """The client of the request holds so many inside, or all there are. QueueFull."""
+        client, num_slots = CLIENT.get(), min(num_slots, self.limit)
+        self.acquire(num_slots, client)
         try:
             yield
         finally:
-            self.leave(num_places, client)
+            self.release(num_slots, client)
 
 
 def logprob_shares(most_of_one: int) -> ClientQuota:
@@ -63,7 +63,7 @@ class LogprobBudget:
         self._shares, self._client = shares, CLIENT.get()
         self._num_held = 0
 
-    def take(self, count: int) -> None:
+    def charge(self, count: int) -> None:
         """Charge `count` more. QueueFull if the client may not hold them."""
         if not self._shares.acquire(self._client, count):
             raise QueueFull(
@@ -75,7 +75,7 @@ class LogprobBudget:
             )
         self._num_held += count
 
-    def give_back(self, count: int) -> None:
+    def refund(self, count: int) -> None:
         """Refund `count`, unless all are released already."""
         count = min(count, self._num_held)
         self._num_held -= count
@@ -83,4 +83,4 @@ class LogprobBudget:
 
     def release(self) -> None:
         """Refund everything; further calls do nothing."""
-        self.give_back(self._num_held)
+        self.refund(self._num_held)

@@ -28,7 +28,7 @@ from service.api.page_cache import PageCache
 from service.api.queue_limits import QueueLimits, logprob_shares
 from service.api.response_store import ResponseStore
 from service.api.schema.requests import MAX_HELD_LOGPROBS
-from service.api.uploads.slots import UploadPlace, UploadSlots
+from service.api.uploads.slots import UploadSlot, UploadSlots
 from service.engine.ipc.messages import Ready, Tier
 from service.fairness.client_identity import CLIENT
 from service.grammars.trial import GrammarTrial
@@ -64,8 +64,8 @@ class Services:
     start_error  why the server never got so far, one sentence
     stop         ends the server; set by who runs it
     base_digest  16 hex digits that change with the base
-    gate         places of sequences
-    calls        places of what runs no sequence and takes time all the same: texts, listings, metrics. Apart from the
+    queue        slots of sequences
+    calls        slots of what runs no sequence and takes time all the same: texts, listings, metrics. Apart from the
                  others, so that a full queue can be looked at, and looking fills no queue
     logprobs     log probabilities of answers that are not sent yet
     open_jobs    requests whose sequences run, in the order in which they began
@@ -100,7 +100,7 @@ class Services:
     pins_changed: asyncio.Event = field(default_factory=asyncio.Event)
     unkept: frozenset[str] = frozenset()
     grammar_trial: GrammarTrial = field(init=False)
-    gate: QueueLimits = field(init=False)
+    queue: QueueLimits = field(init=False)
     base_digest: str = field(init=False)
     calls: QueueLimits = field(init=False)
     logprobs: ClientQuota = field(default_factory=lambda: logprob_shares(MAX_HELD_LOGPROBS))
@@ -113,7 +113,7 @@ class Services:
 
     def __post_init__(self) -> None:
         self.grammar_trial = GrammarTrial(self.settings.model_dir)
-        self.gate = QueueLimits(self.settings.max_queued_requests)
+        self.queue = QueueLimits(self.settings.max_queued_requests)
         self.base_digest = layout_fingerprint(self.layout)
         self.calls = QueueLimits(self.settings.max_queued_requests)
         self._uploads = UploadSlots(self.settings.max_uploads)
@@ -156,27 +156,27 @@ class Services:
         return turn
 
     @contextmanager
-    def uploading(self) -> Iterator[UploadPlace]:
+    def uploading(self) -> Iterator[UploadSlot]:
         """An adapter is on its way into the store: a server that shuts down waits for it, see `uploads_end`. QueueFull
         if this client may have no more now."""
-        with self._uploads.place() as place:
+        with self._uploads.holding() as slot:
             self._no_uploads.clear()
             try:
-                yield place
+                yield slot
             finally:
                 if self._uploads.num_open == 1:
                     self._no_uploads.set()
 
     @asynccontextmanager
     async def loading(self) -> AsyncIterator[None]:
-        """As `uploading`, for what has no body to send: it waits until it may have a place."""
+        """As `uploading`, for what has no body to send: it waits until it may have a slot."""
         with ExitStack() as held:
             while True:
                 try:
                     held.enter_context(self.uploading())
                     break
                 except QueueFull:
-                    await self._uploads.next_given_back()
+                    await self._uploads.next_end()
             yield
 
     async def uploads_end(self, limit_seconds: float) -> None:

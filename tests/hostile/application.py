@@ -163,7 +163,7 @@ class Application:
         else:
             assert answer.status < 400, answer
         services = self.services
-        assert (services.gate.num_open, services.calls.num_open) == (0, 0)
+        assert (services.queue.num_open, services.calls.num_open) == (0, 0)
         assert services.store.staging_bytes.num_bytes == 0
         return answer
 

@@ -215,7 +215,7 @@ async def list_adapters(request: Request, filters: Annotated[AdapterFilters, Que
         return page(lines, "name", has_more=found.has_more)
 
     wanted = Listing(namespace, filters, filters.limit, "adapters", partial(_fact, services), build)
-    with services.calls.places():
+    with services.calls.holding():
         return await page_of_adapters(services, wanted)
 
 

@@ -276,7 +276,7 @@ async def get_archive(request: Request, name: str) -> Response:
     store = require_store(services)
     full_name = namespace_of(request, store).find_own(name)
     with ExitStack() as held:
-        held.enter_context(services.calls.places())
+        held.enter_context(services.calls.holding())
         record = held.enter_context(store.lease(full_name)).record
         pieces = await in_turn(store.archive, record)
         note(request, adapter=record.reference, digest=record.digest[:12])

@@ -1,7 +1,7 @@
 """Admission: from a parsed request to sequences that the engine can run, in six stages.
 
     resolve    the model's name to the base or an adapter's digest, with a lease on it (`model_resolution`)
-    reserve    a place in the queue for each sequence
+    reserve    a queue slot for each sequence
     render     the chat template with the messages (`rendering`)
     tokenise   each prompt, which must fit (`prompts`)
     constrain  the answers: stop strings, token lists, grammar (`answer_constraints`)
@@ -32,50 +32,50 @@ from service.engine.ipc.messages import Ready
 from service.tenants.limits import Charge, Tenant
 from service.tenants.tenants import Caller
 
-# Inputs of an embedding request that run at a time; the others follow in the same places.
+# Inputs of an embedding request that run at a time; the others follow in the same slots.
 MAX_POOLED_AT_A_TIME = 64
 
 
-class QueuePlaces:
-    """Places of one request's sequences, the tenant's and the queue's, held until they are given back.
+class QueueSlots:
+    """Queue slots of one request's sequences, the tenant's and the queue's, held until they are given back.
 
     LimitReached or QueueFull, with nothing taken, where the tenant or the client may not have all of them.
     """
 
-    def __init__(self, queue: QueueLimits, tenant: Tenant, client: str, num_places: int) -> None:
-        tenant.enter(num_places)
+    def __init__(self, queue: QueueLimits, tenant: Tenant, client: str, num_slots: int) -> None:
+        tenant.enter(num_slots)
         try:
-            queue.enter(num_places, client)
+            queue.acquire(num_slots, client)
         except QueueFull:
-            tenant.leave(num_places)
+            tenant.leave(num_slots)
             raise
         self._queue, self._tenant, self._client = queue, tenant, client
-        self.num_held = num_places
+        self.num_held = num_slots
 
-    def split(self, num_places: int) -> QueuePlaces:
-        """Hand so many of the places to another request."""
-        self.num_held -= num_places
-        assert self.num_held >= 0, "more places were handed over than held"
+    def split(self, num_slots: int) -> QueueSlots:
+        """Hand so many of them to another request."""
+        self.num_held -= num_slots
+        assert self.num_held >= 0, "more slots were handed over than held"
         part = copy(self)
-        part.num_held = num_places
+        part.num_held = num_slots
         return part
 
     def shrink(self, most: int) -> None:
-        """Give back all places beyond `most`."""
+        """Release all beyond `most`."""
         num_given = max(0, self.num_held - most)
         self.num_held -= num_given
-        self._queue.leave(num_given, self._client)
+        self._queue.release(num_given, self._client)
         self._tenant.leave(num_given)
 
     def release(self) -> None:
-        """Give back all places."""
+        """Release all."""
         self.shrink(0)
 
 
 @dataclass
 class Admitted:
-    """A request that can be served: hand it to a `GenerationJob`, or `release` it. It holds places in the queue while
-    so many sequences have not ended, and the adapter until the last has.
+    """A request that can be served: hand it to a `GenerationJob`, or `release` it. It holds a queue slot for each
+    of its sequences that has not ended, and the adapter until the last one has.
 
     charge  the tokens of all plans, taken from what the tenant may have in a minute
     """
@@ -83,7 +83,7 @@ class Admitted:
     tenant: Tenant
     target: ResolvedModel
     plans: list[PlannedSequence]
-    places: QueuePlaces
+    slots: QueueSlots
     charge: Charge
     num_open: int = field(init=False)
     _num_unspent: int = field(init=False)
@@ -94,7 +94,7 @@ class Admitted:
         self._num_unspent = sum(plan.most_tokens for plan in self.plans)
 
     def end_one(self, plan: PlannedSequence, num_generated: int, num_cached: int = 0) -> None:
-        """A sequence has ended: give its place back and the tokens that were not computed for it, of which so many of
+        """A sequence has ended: release its slot and the tokens that were not computed for it, of which so many of
         its prompt's were in the prefix cache, and the adapter with the last of them."""
         self._num_unspent -= plan.most_tokens
         self._give_back(1, plan.sampling.max_tokens - num_generated + num_cached)
@@ -107,7 +107,7 @@ class Admitted:
     def _give_back(self, num_sequences: int, num_tokens: int) -> None:
         self.num_open -= num_sequences
         assert self.num_open >= 0, "a sequence has ended twice"
-        self.places.shrink(self.num_open)
+        self.slots.shrink(self.num_open)
         self.tenant.give_back_tokens(self.charge, num_tokens)
         if not self.num_open:
             self.leave_target()
@@ -120,30 +120,30 @@ class Admitted:
 
 
 async def admit(
-    services: Services, caller: Caller, request: PromptRequest, places: QueuePlaces | None = None
+    services: Services, caller: Caller, request: PromptRequest, slots: QueueSlots | None = None
 ) -> Admitted:
     """The request with its sequences and all that they hold. ApiError or LimitReached, with nothing left behind.
 
-    places  `num_places` that the caller has reserved; they are this request's from now on
+    slots  `num_queue_slots` that the caller has reserved; they are this request's from now on
     """
     tenant = caller.tenant
     with ExitStack() as undo:
-        if places is not None:
-            undo.callback(places.release)
+        if slots is not None:
+            undo.callback(slots.release)
         ready = services.require_ready()
         target = resolve_request(services, caller, request)
         undo.callback(target.release)
         # Before any text is looked at, so that no more requests than fit in the queue cost anything.
-        if places is None:
-            places = reserve(services, tenant, num_places(services, tenant, request), target.name)
-            undo.callback(places.release)
+        if slots is None:
+            slots = reserve(services, tenant, num_queue_slots(services, tenant, request), target.name)
+            undo.callback(slots.release)
         if isinstance(request, PooledRequest):
             plans = await pooled_plans(services, ready, target, request)
         else:
             plans = await _generation_plans(services, ready, target, request)
         charge = _charged(tenant, plans)
         undo.pop_all()
-        return Admitted(tenant, target, plans, places, charge)
+        return Admitted(tenant, target, plans, slots, charge)
 
 
 async def _generation_plans(
@@ -162,20 +162,20 @@ async def _generation_plans(
     return plans_of(services, ready, target, request, prompts, constraints)
 
 
-def reserve(services: Services, tenant: Tenant, num_places: int, model: str) -> QueuePlaces:
-    """Places in the queue, shared among tenants, or among models where there are none. LimitReached, QueueFull."""
-    return QueuePlaces(services.gate, tenant, tenant.name if services.tenants.has_file else model, num_places)
+def reserve(services: Services, tenant: Tenant, num_slots: int, model: str) -> QueueSlots:
+    """Queue slots, shared among tenants, or among models where there are none. LimitReached, QueueFull."""
+    return QueueSlots(services.queue, tenant, tenant.name if services.tenants.has_file else model, num_slots)
 
 
-def most_places(services: Services, tenant: Tenant) -> int:
-    """The most places that the tenant can ever have."""
+def most_queue_slots(services: Services, tenant: Tenant) -> int:
+    """The most queue slots that the tenant can ever have."""
     limit = tenant.limits.requests_in_flight
-    return services.gate.limit if limit is None else min(limit, services.gate.limit)
+    return services.queue.limit if limit is None else min(limit, services.queue.limit)
 
 
-def num_places(services: Services, tenant: Tenant, request: PromptRequest) -> int:
+def num_queue_slots(services: Services, tenant: Tenant, request: PromptRequest) -> int:
     """`n` for each prompt. BadRequest if the tenant could never have so many."""
-    most = most_places(services, tenant)
+    most = most_queue_slots(services, tenant)
     if isinstance(request, PooledRequest):
         return min(request.num_prompts, MAX_POOLED_AT_A_TIME, most)
     num_prompts = 1 if isinstance(request, ChatRequest) else len(raw_prompts(request))
@@ -185,7 +185,7 @@ def num_places(services: Services, tenant: Tenant, request: PromptRequest) -> in
     if num_prompts * num_choices > most:
         raise BadRequest(
             f"{num_prompts} prompts with n = {num_choices} are more than the {most} sequences this server runs or "
-            f"queues{'' if most == services.gate.limit else ' for you'}; send fewer.",
+            f"queues{'' if most == services.queue.limit else ' for you'}; send fewer.",
             param="prompt",
         )
     return num_prompts * num_choices

@@ -255,13 +255,13 @@ class _RequestScope:
             if self._num_bytes > limit:
                 raise self._rule.refusal(f"more than {limit}")
             if self._rule.is_buffered:
-                self._budget.take(self._client, num_bytes)
+                self._budget.acquire(self._client, num_bytes)
                 self._num_buffered += num_bytes
         return message
 
     def forget_body(self) -> None:
         """Return the body's bytes to the budget: they are not held any more."""
-        self._budget.give_back(self._client, self._num_buffered)
+        self._budget.release(self._client, self._num_buffered)
         self._num_buffered = 0
 
     async def send(self, message: Message) -> None:

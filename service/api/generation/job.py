@@ -27,7 +27,7 @@ from service.engine.ipc.messages import Sampling
 class GenerationJob:
     """The sequences of one request: n for each prompt, in order of the choices' index, all submitted when built.
 
-    Takes over the lease and the places in the queue of `admitted`: each place is given back when its sequence ends, the
+    Takes over the lease and the queue slots of `admitted`: each slot is given back when its sequence ends, the
     lease with the last, and all that is left by `close`. If it cannot be built, everything is given back at once.
 
     is_streamed  the answer is read by `listen` and `poll`, not by `collect`

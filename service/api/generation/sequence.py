@@ -1,7 +1,7 @@
 """A sequence in flight: the engine's messages to text, stop strings and log probabilities.
 
 Messages are worked on when they come, not when somebody reads: a client that reads slowly, or not at all, holds neither
-a place nor an adapter when the engine is done.
+a queue slot nor an adapter when the engine is done.
 """
 
 from __future__ import annotations
@@ -268,11 +268,11 @@ class SequenceRun:
     def _hold_logprobs(self, entries: Sequence[ScoredToken | None]) -> None:
         """Count them before they are kept. QueueFull."""
         count = sum(1 + len(entry.top) for entry in entries if entry is not None)
-        self._logprobs.take(count)
+        self._logprobs.charge(count)
         self._num_held_logprobs += count
 
     def _drop_logprobs(self) -> None:
-        self._logprobs.give_back(self._num_held_logprobs)
+        self._logprobs.refund(self._num_held_logprobs)
         self._num_held_logprobs = 0
 
     def _add_tokens(self, message: Tokens) -> None:

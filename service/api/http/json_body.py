@@ -52,7 +52,7 @@ class BodyBudget:
         """Bytes held now."""
         return self._shares.num_held
 
-    def take(self, client: str, num_bytes: int) -> None:
+    def acquire(self, client: str, num_bytes: int) -> None:
         """QueueFull if the client may not have so many more."""
         if not self._shares.acquire(client, num_bytes):
             raise QueueFull(
@@ -62,7 +62,7 @@ class BodyBudget:
                 headers={"Retry-After": "1"},
             )
 
-    def give_back(self, client: str, num_bytes: int) -> None:
+    def release(self, client: str, num_bytes: int) -> None:
         """They are parsed, or thrown away."""
         self._shares.release(client, num_bytes)
 

@@ -70,7 +70,7 @@ class Protocol(H11Protocol):
         super().__init__(**named)
         self.conn: BoundedConnection = BoundedConnection()
         self.app = _WithConnection(self.app, self)
-        self._shares, self._turns, self._count = shares, turns, count
+        self._shares, self._reads, self._count = shares, turns, count
         self._held = b""  # what came before it was this network's turn
         self._held_since = 0.0
         self._is_reading = False
@@ -129,10 +129,10 @@ class Protocol(H11Protocol):
         if self.network:
             return
         begins = self.loop.create_future()
-        is_its_turn = self._turns.take(network, partial(_begin, begins))
-        self._turns.charge(network, USUAL_SECONDS + self._uncharged_seconds)
+        may_read = self._reads.may_read(network, partial(_begin, begins))
+        self._reads.charge(network, USUAL_SECONDS + self._uncharged_seconds)
         self._uncharged_seconds = 0.0
-        if not is_its_turn:
+        if not may_read:
             await begins
 
     def is_paid_by(self, client: str) -> None:
@@ -158,7 +158,7 @@ class Protocol(H11Protocol):
         if self._held:  # the application wants more of a body
             self._held += data
             self.transport.pause_reading()
-        elif (owner := self._owner) and not self._turns.take(owner, self._read_held):
+        elif (owner := self._owner) and not self._reads.may_read(owner, self._read_held):
             self._held, self._held_since = data, self.loop.time()
             self.transport.pause_reading()
             self._unset_keepalive_if_required()  # its client has sent something in time
@@ -183,7 +183,7 @@ class Protocol(H11Protocol):
         self._is_reading = False
         seconds = time.thread_time() - started
         if owner:
-            self._turns.charge(owner, seconds)
+            self._reads.charge(owner, seconds)
         else:
             self._uncharged_seconds += max(0.0, seconds - USUAL_SECONDS)
         if self.conn.their_state is not h11.SEND_BODY:
@@ -198,14 +198,14 @@ class Protocol(H11Protocol):
             super().handle_events()
             return
         self._unset_keepalive_if_required()
-        if self._turns.take(owner, self._go_on):
+        if self._reads.may_read(owner, self._go_on):
             self._go_on()
 
     def _go_on(self) -> None:
         if not self.transport.is_closing():
             started = time.thread_time()
             super().handle_events()
-            self._turns.charge(self._owner, time.thread_time() - started)
+            self._reads.charge(self._owner, time.thread_time() - started)
             self._time_head()
 
     def _time_head(self) -> None:

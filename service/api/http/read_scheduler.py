@@ -52,7 +52,7 @@ class ReadScheduler:
     def __init__(self) -> None:
         self._networks: dict[str, _Network] = {}  # those that have read in this pass, pause or wait
 
-    def take(self, network: str, read: Callable[[], None]) -> bool:
+    def may_read(self, network: str, read: Callable[[], None]) -> bool:
         """Whether a connection of the network may read now; if not, `read` is called when it may."""
         one = self._networks.get(network)
         if one is None:

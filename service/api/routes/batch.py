@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from service.api.access.auth import caller_of
 from service.api.admission.model_resolution import shared_name
-from service.api.admission.pipeline import Admitted, QueuePlaces, admit, most_places, num_places, reserve
+from service.api.admission.pipeline import Admitted, QueueSlots, admit, most_queue_slots, num_queue_slots, reserve
 from service.api.admission.plans import num_logprobs, too_many_logprobs
 from service.api.entry.request_log import note, note_job
 from service.api.errors import HANDLED, BadRequest, BodyTooLarge, error_body
@@ -99,7 +99,7 @@ async def create_chat_batch(request: Request, body: ChatBatchRequest) -> Respons
     services = services_of(request)
     _check_size(len(body.messages), services.settings.max_batch_items, "conversations", "messages")
     services.require_ready()
-    num_places(services, caller_of(request).tenant, body)
+    num_queue_slots(services, caller_of(request).tenant, body)
     with ExitStack() as until_sent:
         answers = await _answers(request, list(body.each()), until_sent, fails_whole=True)
         return json_answer(_joined(answers), until_sent.pop_all().close)
@@ -160,17 +160,17 @@ async def admit_all(services: Services, caller: Caller, parsed: list[_Parsed]) -
     """Each request admitted, or what is wrong with it. QueueFull or LimitReached, with nothing left behind, if there is
     no room for all of them."""
     tenant = caller.tenant
-    shares = [0 if isinstance(one, Exception) else num_places(services, tenant, one) for one in parsed]
-    _check_size(sum(shares), most_places(services, tenant), "sequences")
+    shares = [0 if isinstance(one, Exception) else num_queue_slots(services, tenant, one) for one in parsed]
+    _check_size(sum(shares), most_queue_slots(services, tenant), "sequences")
     first = next((_model_of(services, one) for one in parsed if not isinstance(one, Exception)), "")
-    places = reserve(services, tenant, sum(shares), first)
+    slots = reserve(services, tenant, sum(shares), first)
     checked: list[_Checked | Exception] = []
     try:
         for one, share in zip(parsed, shares, strict=True):
-            checked.append(await _admit(services, caller, one, places.split(share)))
+            checked.append(await _admit(services, caller, one, slots.split(share)))
             await asyncio.sleep(0)  # each may tokenise in the loop as much as a request by itself
     except BaseException:
-        places.release()
+        slots.release()
         release_all(checked)
         raise
     _bound_logprobs(checked)
@@ -200,11 +200,11 @@ def _model_of(services: Services, request: ChatRequest | CompletionRequest) -> s
         return ""  # the item will be refused for it
 
 
-async def _admit(services: Services, caller: Caller, request: _Parsed, places: QueuePlaces) -> _Checked | Exception:
+async def _admit(services: Services, caller: Caller, request: _Parsed, slots: QueueSlots) -> _Checked | Exception:
     if isinstance(request, Exception):
         return request
     try:
-        return request, await admit(services, caller, request, places)
+        return request, await admit(services, caller, request, slots)
     except Exception as error:
         return _surprise(error)
 
@@ -223,7 +223,7 @@ def _parse(services: Services, tenant: Tenant, item: Any) -> _Parsed:
             request = ChatRequest.model_validate(item)
         else:
             request = CompletionRequest.model_validate(item)
-        num_places(services, tenant, request)
+        num_queue_slots(services, tenant, request)
         return request
     except ValidationError as error:
         return bad_request(error.errors())
@@ -260,7 +260,7 @@ def release_all(checked: list[_Checked | Exception]) -> None:
 
 
 async def _answer(running: _Answer | Exception, until_sent: ExitStack, fails_whole: bool) -> dict[str, Any]:
-    """The item's answer, or its error, which `fails_whole` raises. Its places in the queue and its adapter are given
+    """The item's answer, or its error, which `fails_whole` raises. Its queue slots and its adapter are given
     back then, not when the longest item ends; what it holds in memory by `until_sent`."""
     if isinstance(running, Exception):
         if fails_whole:

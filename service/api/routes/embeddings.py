@@ -32,7 +32,7 @@ from service.fairness.thread_pool import run_in_thread
 
 router = APIRouter(tags=["OpenAI"], route_class=JsonRoute)
 
-# Parts that share the places: when one is done the next begins, while the others go on.
+# Parts that share the slots: when one is done the next begins, while the others go on.
 _PARTS_AT_A_TIME = 4
 # Characters of text that cost as much as one number of an embedding written as JSON.
 NUMBER_CHARS = 2
@@ -54,10 +54,10 @@ async def create_embeddings(request: Request, body: EmbeddingRequest) -> Respons
 
 
 async def run_all(request: Request, services: Services, held: Admitted) -> tuple[GenerationJob, list[OutputChunk]]:
-    """One of the jobs, and the output of all sequences in their order, as many at a time as there are places. Releases
+    """One of the jobs, and the output of all sequences in their order, as many at a time as there are slots. Releases
     what is held."""
-    size = max(1, held.places.num_held // _PARTS_AT_A_TIME)
-    num_at_a_time = min(_PARTS_AT_A_TIME, held.places.num_held)
+    size = max(1, held.slots.num_held // _PARTS_AT_A_TIME)
+    num_at_a_time = min(_PARTS_AT_A_TIME, held.slots.num_held)
     starts = iter(range(0, len(held.plans), size))
     jobs: list[GenerationJob] = []
     found: dict[int, list[OutputChunk]] = {}

@@ -75,7 +75,7 @@ async def get_version(request: Request) -> VersionResponse:
 @router.get("/load", responses=errors((401,)), summary="Number of unfinished sequences")
 async def get_load(request: Request) -> LoadResponse:
     """vLLM's: sequences that are admitted and have not ended."""
-    return LoadResponse(server_load=services_of(request).gate.num_open)
+    return LoadResponse(server_load=services_of(request).queue.num_open)
 
 
 @router.get(  # as verl asks
@@ -115,7 +115,7 @@ async def metrics(request: Request, query: Annotated[MetricsQuery, Query()]) -> 
     so where API keys are set this needs one."""
     services = services_of(request)
     shown, engine, store = services.metrics, services.engine, services.store
-    shown.queue.set(services.gate.num_open)
+    shown.queue.set(services.queue.num_open)
     shown.engine_up.set(engine.state == "ready")
     shown.show_engine(engine.stats, engine.num_restarts)
     shown.show_replicas(engine.replicas())
@@ -125,6 +125,6 @@ async def metrics(request: Request, query: Annotated[MetricsQuery, Query()]) -> 
         shown.block_size_tokens = services.settings.block_size_tokens or usual
     shown.adapters.labels("store").set(0 if store is None else store.num_names())
     shown.adapters_on_disk.set(0 if store is None else store.num_on_disk())
-    with services.calls.places():
+    with services.calls.holding():
         text = await in_turn(shown.render, query.adapter)
     return PlainTextResponse(text, media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -22,7 +22,7 @@ from service.api.http.json_body import JsonRoute
 from service.api.http.sse import TextEvent, encode_typed_event, json_answer, until_disconnect
 from service.api.openapi import GENERATION_ERRORS, TEXT_ERRORS, streamed
 from service.api.routes.answer import admitted, respond
-from service.api.routes.tokenize import CHARS_PER_PLACE, num_places, prompt_of
+from service.api.routes.tokenize import CHARS_PER_SLOT, num_slots, prompt_of
 from service.api.schema.messages import CountTokensRequest, MessagesRequest, chat_of, names_in
 from service.api.schema.requests import ChatRequest
 from service.api.schema.response_answers import MessageObject, TokenCount
@@ -77,7 +77,7 @@ async def count_tokens(request: Request, body: CountTokensRequest) -> Response:
     """The number of tokens of the prompt that a message with this body would have."""
     services = services_of(request)
     with ExitStack() as held:
-        held.enter_context(services.calls.places(num_places(body.num_chars, CHARS_PER_PLACE)))
+        held.enter_context(services.calls.holding(num_slots(body.num_chars, CHARS_PER_SLOT)))
         chat = await run_in_thread(lambda: chat_of(body), size_chars=body.num_chars)
         try:
             prompt = await until_disconnect(request, prompt_of(services, caller_of(request), chat))

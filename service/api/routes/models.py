@@ -71,7 +71,7 @@ async def list_models(request: Request, filters: Annotated[ModelFilters, Query()
         ]
         return page(base_cards + cards, "id", has_more=found.has_more)
 
-    with services.calls.places():
+    with services.calls.holding():
         if services.store is None:
             return await listing(lambda: page(base_cards, "id", has_more=False))
         namespace = namespace_of(request, services.store)

@@ -25,7 +25,7 @@ from service.api.response_store import StoredResponse, new_id
 from service.api.routes.answer import admitted, respond
 from service.api.routes.chat import ChatAnswer
 from service.api.routes.stored_responses import NOT_STORED, conversation_of, put, run_in_background
-from service.api.routes.tokenize import CHARS_PER_PLACE, num_places, prompt_of
+from service.api.routes.tokenize import CHARS_PER_SLOT, num_slots, prompt_of
 from service.api.schema.requests import ChatRequest
 from service.api.schema.response_answers import InputTokens, ResponseObject
 from service.api.schema.responses import ITEM_PREFIXES, NAMES, ResponsesRequest, renamed
@@ -79,7 +79,7 @@ async def count_input_tokens(request: Request, body: ResponsesRequest) -> Respon
     """The number of tokens of the prompt that a response with this body would have."""
     services = services_of(request)
     with ExitStack() as held:
-        held.enter_context(services.calls.places(num_places(body.num_chars, CHARS_PER_PLACE)))
+        held.enter_context(services.calls.holding(num_slots(body.num_chars, CHARS_PER_SLOT)))
         chat, _ = await conversation_of(request, body, held)
         try:
             prompt = await until_disconnect(request, prompt_of(services, caller_of(request), chat))
@@ -91,8 +91,8 @@ async def count_input_tokens(request: Request, body: ResponsesRequest) -> Respon
 
 async def _begun(request: Request, body: ResponsesRequest) -> ResponseAnswer:
     """The request, running. Raises as `conversation_of` and `admit` do."""
-    with ExitStack() as places:
-        chat, items = await conversation_of(request, body, places)
+    with ExitStack() as slots:
+        chat, items = await conversation_of(request, body, slots)
         try:
             held = await admitted(request, chat)
         except ApiError as error:

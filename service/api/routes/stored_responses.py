@@ -20,7 +20,7 @@ from service.api.http.json_body import MAX_CONTAINERS, JsonRoute
 from service.api.http.sse import json_answer
 from service.api.openapi import errors
 from service.api.response_store import ResponseStore, StoredResponse
-from service.api.routes.tokenize import CHARS_PER_PLACE, num_places
+from service.api.routes.tokenize import CHARS_PER_SLOT, num_slots
 from service.api.schema.base import each_once, field_error, no_query
 from service.api.schema.requests import ChatRequest
 from service.api.schema.response_answers import DeletedResponse, InputItemList, ResponseObject
@@ -117,10 +117,10 @@ async def list_input_items(request: Request, response_id: str, query: Annotated[
     stored = await _stored(request, response_id)
     items = stored.input if query.order == "asc" else stored.input[::-1]
     if query.after is not None:
-        places = [place for place, item in enumerate(items) if item["id"] == query.after]
-        if not places:
+        found = [at for at, item in enumerate(items) if item["id"] == query.after]
+        if not found:
             raise BadRequest(f"`after` names {quoted(query.after)!r}, which is no item of it.", param="after")
-        items = items[places[0] + 1 :]
+        items = items[found[0] + 1 :]
     page = items[: query.limit]
     ids = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
     answer = {"object": "list", "data": page, **ids, "has_more": len(items) > len(page)}
@@ -166,14 +166,14 @@ async def cancel_response(request: Request, response_id: str) -> Response:
 
 
 async def conversation_of(
-    request: Request, body: ResponsesRequest, places: ExitStack
+    request: Request, body: ResponsesRequest, held: ExitStack
 ) -> tuple[ChatRequest, list[dict[str, Any]]]:
-    """The chat behind the conversation that the body continues, whose places are held, and the items to store. Raises
+    """The chat behind the conversation that the body continues, whose slots are held, and the items to store. Raises
     as `_conversation_before` and `chat_of` do."""
     services, before, size_chars = services_of(request), list[dict[str, Any]](), body.num_chars
     if body.previous_response_id is not None:
         previous = await _conversation_before(services, caller_of(request).tenant.name, body.previous_response_id)
-        places.enter_context(services.calls.places(num_places(previous.num_bytes, CHARS_PER_PLACE)))
+        held.enter_context(services.calls.holding(num_slots(previous.num_bytes, CHARS_PER_SLOT)))
         before, size_chars = previous.items, size_chars + previous.num_bytes
     stores = services.responses is not None and body.store is not False
 
@@ -305,7 +305,7 @@ def _unknown(response_id: str, param: str | None = None) -> UnknownResponse:
 
 
 def _told(request: Request, answer: dict[str, Any], num_bytes: int) -> Response:
-    """The answer, which holds places of calls until it has been sent."""
+    """The answer, which holds slots of calls until it has been sent."""
     with ExitStack() as held:
-        held.enter_context(services_of(request).calls.places(num_places(num_bytes, CHARS_PER_PLACE)))
+        held.enter_context(services_of(request).calls.holding(num_slots(num_bytes, CHARS_PER_SLOT)))
         return json_answer(answer, held.pop_all().close)

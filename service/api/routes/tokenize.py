@@ -28,9 +28,9 @@ router = APIRouter(tags=["text"], route_class=JsonRoute)
 
 # Fields of older configs that name paths of the machine that wrote them.
 _PATHS = frozenset({"name_or_path", "tokenizer_file", "vocab_file", "merges_file", "special_tokens_map_file"})
-# Characters per place of `Services.calls`, which bounds the memory of all calls together.
-CHARS_PER_PLACE = 1 << 16
-_TOKENS_PER_PLACE = 1 << 14
+# Characters per slot of `Services.calls`, which bounds the memory of all calls together.
+CHARS_PER_SLOT = 1 << 16
+_TOKENS_PER_SLOT = 1 << 14
 
 
 @router.post(
@@ -43,7 +43,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     """The token ids that a completion or chat request with this prompt or these messages would run."""
     services = services_of(request)
     with ExitStack() as held:
-        held.enter_context(services.calls.places(num_places(_num_chars(body), CHARS_PER_PLACE)))
+        held.enter_context(services.calls.holding(num_slots(_num_chars(body), CHARS_PER_SLOT)))
         prompt = await until_disconnect(request, prompt_of(services, caller_of(request), body))
         ready = services.engine.ready
         answer = {
@@ -55,9 +55,9 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
         return json_answer(answer, held.pop_all().close)
 
 
-def num_places(size: int, size_per_place: int) -> int:
-    """As long a text as fits one place, or a part of one, for each."""
-    return 1 + size // size_per_place
+def num_slots(size: int, size_per_slot: int) -> int:
+    """One slot for as long a text as this, and for the rest."""
+    return 1 + size // size_per_slot
 
 
 def _num_chars(body: TokenizeRequest) -> int:
@@ -120,7 +120,7 @@ async def tokenizer_info(request: Request, query: Annotated[_TokenizerQuery, Que
         )
 
     try:
-        with services.calls.places():
+        with services.calls.holding():
             return await listing(info)
     finally:
         target.release()
@@ -133,7 +133,7 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Response:
     if body.model is not None:
         resolve(services, caller_of(request), body.model).release()
     with ExitStack() as held:
-        held.enter_context(services.calls.places(num_places(len(body.tokens), _TOKENS_PER_PLACE)))
+        held.enter_context(services.calls.holding(num_slots(len(body.tokens), _TOKENS_PER_SLOT)))
         text = await in_turn(_text, services, body.tokens, pool=LONG_TEXTS)
         return json_answer({"prompt": text}, held.pop_all().close)
 

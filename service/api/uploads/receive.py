@@ -13,7 +13,7 @@ from python_multipart.multipart import parse_options_header
 from adapters.store.store import Upload
 from service.api.errors import BadRequest
 from service.api.uploads.multipart import MultipartUpload, Sent, in_upload_thread
-from service.api.uploads.slots import UploadPlace
+from service.api.uploads.slots import UploadSlot
 
 # The parser is fed at least so much at a time, so that small network reads do not cost a thread switch each.
 _FEED_BYTES = 1 << 19
@@ -48,17 +48,17 @@ async def receive_upload(
     request: Request,
     check_name: Callable[[str], object],
     upload: Upload,
-    place: UploadPlace,
+    slot: UploadSlot,
     make_parts: MakeParts = multipart,
 ) -> Sent:
-    """Read the request's body into `upload`; its text parts. Raises BadRequest, QueueFull when its place is taken back,
+    """Read the request's body into `upload`; its text parts. Raises BadRequest, QueueFull when its slot is revoked,
     what `check_name` raises, and the errors of the store."""
     parts = make_parts(request, check_name, upload)
-    feeding = _Feeding(parts, place)
+    feeding = _Feeding(parts, slot)
     if (connection := request.scope.get("multilora.connection")) is not None:  # another HTTP server has none
         connection.reads_upload()
     try:
-        async for chunk in _chunks(request, place, feeding.check):
+        async for chunk in _chunks(request, slot, feeding.check):
             await feeding.add(chunk)
         await feeding.end()
         return parts.finish()
@@ -72,8 +72,8 @@ async def receive_upload(
 class _Feeding:
     """Has what comes parsed and written in one thread, which is at most `_MOST_UNWRITTEN` batches behind."""
 
-    def __init__(self, parts: Parts, place: UploadPlace) -> None:
-        self._parts, self._place = parts, place
+    def __init__(self, parts: Parts, slot: UploadSlot) -> None:
+        self._parts, self._slot = parts, slot
         self._pieces: list[bytes | bytearray] = []
         self._num_bytes = 0
         self._batches: SimpleQueue[list[bytes | bytearray] | None] = SimpleQueue()
@@ -138,28 +138,28 @@ class _Feeding:
     def _wake_if_refused(self, written: asyncio.Future[None]) -> None:
         self._has_room.set()
         if not written.cancelled() and written.exception() is not None:
-            self._place.wake()
+            self._slot.wake()
 
 
-async def _chunks(request: Request, place: UploadPlace, check: Callable[[], None]) -> AsyncIterator[bytes]:
+async def _chunks(request: Request, slot: UploadSlot, check: Callable[[], None]) -> AsyncIterator[bytes]:
     """The body, as it comes. BadRequest when nothing has come for too long: a client that lost its network says
-    nothing, and its bytes would stay in the store's staging directory. QueueFull when its place is taken back, and what
+    nothing, and its bytes would stay in the store's staging directory. QueueFull when its slot is revoked, and what
     `check` raises, which is called after each wait."""
     stream = aiter(request.stream())
     while True:
         try:
             async with asyncio.timeout(MAX_SILENCE_SECONDS) as timeout:
-                with place.waiting(timeout):
+                with slot.waiting(timeout):
                     chunk = await anext(stream)
         except StopAsyncIteration:
             return
         except TimeoutError:
             check()
-            place.check()
+            slot.check()
             raise BadRequest(
                 f"Nothing of the upload has come for {MAX_SILENCE_SECONDS:g} seconds; send it again."
             ) from None
-        place.came(len(chunk))
+        slot.came(len(chunk))
         check()
-        place.check()
+        slot.check()
         yield chunk

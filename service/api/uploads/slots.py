@@ -1,4 +1,4 @@
-"""Places of uploads: divided among clients, and taken back from who sends too slowly while others want them."""
+"""Slots of uploads: divided among clients, and revoked from who sends too slowly while others want them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIN_BYTES_PER_SECOND = 1 << 16
 WINDOW_SECONDS = 30.0
 
 
-class UploadPlace:
+class UploadSlot:
     """One upload: how fast its client sends, and whether it may go on."""
 
     def __init__(self, client: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -25,12 +25,12 @@ class UploadPlace:
         self._clock = clock
         self._waited_seconds, self._num_bytes = 0.0, 0  # of this window
         self._since: float | None = None  # waits for the client
-        self._was_slow = self._is_taken_back = False
+        self._was_slow = self._is_revoked = False
         self._timeout: asyncio.Timeout | None = None
 
     @contextmanager
     def waiting(self, timeout: asyncio.Timeout | None = None) -> Iterator[None]:
-        """Inside the client is waited for; the timeout ends at once when the place is taken back."""
+        """Inside the client is waited for; the timeout ends at once when the slot is revoked."""
         self._since, self._timeout = self._clock(), timeout
         try:
             yield
@@ -47,14 +47,14 @@ class UploadPlace:
 
     def is_slow(self) -> bool:
         """Whether it waits for its client, and too little came in the last window."""
-        if self._since is None or self._is_taken_back:
+        if self._since is None or self._is_revoked:
             return False
         waited = self._waited_seconds + self._clock() - self._since
         return self._was_slow or (waited >= WINDOW_SECONDS and self._num_bytes < MIN_BYTES_PER_SECOND * waited)
 
-    def take_back(self) -> None:
+    def revoke(self) -> None:
         """It may not go on."""
-        self._is_taken_back = True
+        self._is_revoked = True
         self.wake()
 
     def wake(self) -> None:
@@ -64,7 +64,7 @@ class UploadPlace:
 
     def check(self) -> None:
         """QueueFull if it may not go on."""
-        if self._is_taken_back:
+        if self._is_revoked:
             raise QueueFull(
                 f"Others wait to upload, and less than {MIN_BYTES_PER_SECOND} bytes a second of this upload have come "
                 f"for {WINDOW_SECONDS:g} seconds; upload again over a faster connection, or fewer at a time.",
@@ -81,8 +81,8 @@ class UploadSlots:
     def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._shares = ClientQuota(max(1, most // 2), small=1)
         self._clock = clock
-        self._open: list[UploadPlace] = []  # the oldest first
-        self._given_back = asyncio.Event()  # another one for each place
+        self._open: list[UploadSlot] = []  # the oldest first
+        self._one_ended = asyncio.Event()  # another one for each upload
 
     @property
     def num_open(self) -> int:
@@ -90,35 +90,35 @@ class UploadSlots:
         return self._shares.num_held
 
     @contextmanager
-    def place(self) -> Iterator[UploadPlace]:
+    def holding(self) -> Iterator[UploadSlot]:
         """Held inside by who pays for the request. QueueFull if it may have no more now; a slow upload of who has the
         most then ends, so that it may have one soon."""
         client = CLIENT.get()
         if not self._shares.acquire(client, 1):
-            self._take_one_back(client)
+            self._revoke_one(client)
             raise QueueFull(
                 f"{self.num_open} uploads are on their way, {self._shares.held_by(client)} of them yours; a client "
                 f"gets as many as it leaves free for others, at most {self._shares.most_of_one}; upload again when "
                 "they are done.",
                 headers={"Retry-After": "5"},
             )
-        place = UploadPlace(client, self._clock)
-        self._open.append(place)
+        slot = UploadSlot(client, self._clock)
+        self._open.append(slot)
         try:
-            yield place
+            yield slot
         finally:
-            self._open.remove(place)
+            self._open.remove(slot)
             self._shares.release(client, 1)
-            self._given_back.set()
-            self._given_back = asyncio.Event()
+            self._one_ended.set()
+            self._one_ended = asyncio.Event()
 
-    async def next_given_back(self) -> None:
+    async def next_end(self) -> None:
         """Until the next upload has ended."""
-        await self._given_back.wait()
+        await self._one_ended.wait()
 
-    def _take_one_back(self, client: str) -> None:
+    def _revoke_one(self, client: str) -> None:
         """From somebody with more than the client would have, so that nobody ends the uploads of who has fewer."""
         held = self._shares.held_by
         slow = [one for one in self._open if held(one.client) > held(client) + 1 and one.is_slow()]
         if slow:
-            max(slow, key=lambda one: held(one.client)).take_back()
+            max(slow, key=lambda one: held(one.client)).revoke()

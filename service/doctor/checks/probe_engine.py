@@ -246,7 +246,7 @@ class FakeAdapters(HostTier):
     def read(self, digest: str) -> HostAdapter:
         """An adapter made from a name that ends in a number, which is the seed."""
         places = torch.Generator().manual_seed(int(digest.rpartition("-")[2]))
-        slab, memory = self.take(slab_bytes(self._of_layout, self._shapes, self._of_dtype))
+        slab, memory = self.allocate(slab_bytes(self._of_layout, self._shapes, self._of_dtype))
         adapter = make_adapter(self._of_layout, digest, self._shapes, self._of_dtype, slab, memory)
         for held in adapter.slices.values():
             for side in (held.a, held.b):

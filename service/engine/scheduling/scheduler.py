@@ -318,7 +318,7 @@ class Scheduler:
 
     def _start(self, sequence: Sequence) -> None:
         """The sequence runs from now on, its pin being taken already."""
-        sequence.slot, sequence.line = self.slots.take(), self.lines.take()
+        sequence.slot, sequence.line = self.slots.acquire(), self.lines.acquire()
         sequence.has_begun = False
         self._queue.start(sequence)
         insort(self.running, sequence, key=age)
@@ -375,7 +375,7 @@ class Scheduler:
 
     def _add_chunk(self, chunks: dict[int, ScheduledChunk], sequence: Sequence, tokens: StepTokens) -> None:
         """Its part of the step, with blocks, if there is one. Others may yield, and lose theirs."""
-        chunk = tokens.take(sequence)
+        chunk = tokens.next_chunk(sequence)
         if chunk is None:
             return
         total = self._blocks_for(sequence.num_computed + chunk.num_tokens)

@@ -161,7 +161,7 @@ class StateLines(Slots):
             if read is not None and read.num_reads == 1:
                 read.rank = self._last_rank
         self._num_holders[kept.line] = 1
-        sequence.line = self.take()
+        sequence.line = self.acquire()
         self._read_next(sequence, kept.line)
         if not is_wanted:
             self._latest[sequence] = kept
@@ -216,7 +216,7 @@ class StateLines(Slots):
         """A line for a state from host memory; 0 if there is none."""
         if self.num_kept >= self.most_kept and not self._evict():
             return 0
-        line = self.take()
+        line = self.acquire()
         self._num_holders[line] = 1
         return line
 

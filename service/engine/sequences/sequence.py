@@ -178,7 +178,7 @@ class StepTokens:
         self._multiple = multiple
         self._prompt_logits_left = max_prompt_logits
 
-    def take(self, sequence: Sequence) -> ScheduledChunk | None:
+    def next_chunk(self, sequence: Sequence) -> ScheduledChunk | None:
         """As many of the sequence's tokens as are left, with the logits that they must yield; None if none are."""
         start, num_tokens = sequence.num_computed, min(self.num_left, sequence.num_to_compute)
         adapter_start = sequence.request.adapter_start

@@ -37,7 +37,7 @@ class Slots:
     def num_used(self) -> int:
         return len(self._used)
 
-    def take(self) -> int:
+    def acquire(self) -> int:
         """A slot; the caller has looked at `num_free`."""
         slot = self._free.pop()
         self._used.add(slot)

@@ -76,7 +76,7 @@ def test_what_is_no_row_comes_from_the_slab_too_and_in_the_copies_stream() -> No
     shapes = [ModuleShape("q", 4, 2, 2, 3.0), ModuleShape("k", 2, 2, 1, 1.0)]
     vector = torch.Size([2]), torch.float32
     extras = Extras({("q", MAGNITUDE): vector, ("q", LORA_BIAS): vector, ("down", BIAS): vector}, {}, {"vectors": 1})
-    slab = arena.take(slab_bytes(LAYOUT, shapes, torch.float32, extras))
+    slab = arena.allocate(slab_bytes(LAYOUT, shapes, torch.float32, extras))
     assert slab is not None
     adapter = make_adapter(LAYOUT, "a", shapes, torch.float32, slab, arena, extras)
     for key, own in adapter.extras.items():
@@ -180,7 +180,7 @@ def test_the_host_memory_of_a_copy_is_kept_until_it_has_ended() -> None:
     stream, arena = FakeStream(), Arena(1 << 16, is_pinned=False)
     pool = pool_of(stream)
     shapes = [ModuleShape("q", 4, 2, 2, 1.0)]
-    slab = arena.take(slab_bytes(LAYOUT, shapes, torch.float32))
+    slab = arena.allocate(slab_bytes(LAYOUT, shapes, torch.float32))
     assert slab is not None
     adapter = make_adapter(LAYOUT, "a", shapes, torch.float32, slab, arena)
     mark = pool.load("a", adapter)
@@ -196,22 +196,22 @@ def test_the_host_memory_of_a_copy_is_kept_until_it_has_ended() -> None:
 
 def freed(arena: Arena) -> bool:
     """Whether all of it can be had."""
-    whole = arena.take(1 << 16)
+    whole = arena.allocate(1 << 16)
     if whole is not None:
-        arena.give_back(whole)
+        arena.free(whole)
     return whole is not None
 
 
 def test_an_arena_gives_what_fits_between_and_takes_everything_back() -> None:
     arena = Arena(8 * ALIGNMENT_BYTES, is_pinned=False)
-    slabs = [arena.take(2 * ALIGNMENT_BYTES - 1) for _ in range(4)]
-    assert arena.take(1) is None
+    slabs = [arena.allocate(2 * ALIGNMENT_BYTES - 1) for _ in range(4)]
+    assert arena.allocate(1) is None
     for at in (0, 2):
         slab = slabs[at]
         assert slab is not None
-        arena.give_back(slab)
-    assert arena.take(3 * ALIGNMENT_BYTES) is None, "no gap is so wide"
-    between = arena.take(2 * ALIGNMENT_BYTES)
+        arena.free(slab)
+    assert arena.allocate(3 * ALIGNMENT_BYTES) is None, "no gap is so wide"
+    between = arena.allocate(2 * ALIGNMENT_BYTES)
     assert between is not None
     assert slabs[0] is not None
     assert between.data_ptr() == slabs[0].data_ptr()

@@ -192,7 +192,7 @@ def test_large_slabs_are_of_huge_pages() -> None:
     """Small pages of one cost more time than the copy into it."""
     if not Path("/sys/kernel/mm/transparent_hugepage").is_dir():
         pytest.skip("NOT RUN: this system has no huge pages")
-    slab = PageableMemory().take(32 << 20)
+    slab = PageableMemory().allocate(32 << 20)
     middle = slab.data_ptr() + slab.nbytes // 2
     inside, flags = False, ""
     for line in Path("/proc/self/smaps").read_text().splitlines():

@@ -15,7 +15,7 @@ from adapters.files.tombstones import Tombstones
 def retire(retired: Tombstones, directory: Path, name: str, number: int) -> None:
     path = directory / name
     path.write_bytes(msgspec.json.encode(NameRecord((Version(number, "0" * 64, 0.0),))))
-    retired.take(path)
+    retired.move_in(path)
     assert not path.exists()
 
 
@@ -47,7 +47,7 @@ def test_what_cannot_be_kept_is_deleted_all_the_same(tmp_path: Path, monkeypatch
     monkeypatch.setattr(Path, "rename", refuse)
     retire(retired, tmp_path, "a", 3)
     assert retired.first_number("a") == 1
-    retired.take(tmp_path / "not there")
+    retired.move_in(tmp_path / "not there")
 
 
 @pytest.mark.parametrize("name", ["a", ".floor"])

@@ -251,7 +251,7 @@ def full(template: Template) -> Iterator[Services]:
         template_turn=lambda digest: turns.setdefault(digest, asyncio.Lock()),
         engine=SimpleNamespace(ready=READY, state="ready"),
         settings=SimpleNamespace(**vars(SETTINGS), max_choices=4, max_logprobs=20),
-        gate=QueueLimits(30),
+        queue=QueueLimits(30),
         require_ready=lambda: READY,
         sampling_defaults=NEUTRAL,
     )
@@ -275,34 +275,34 @@ def a_chat(model: str, **fields: Any) -> ChatRequest:
 
 
 def nothing_is_held(parts: Services) -> bool:
-    return parts.gate.num_open == CALLER.tenant.num_in_flight == 0 and cast(Any, parts.store).num_out == 0
+    return parts.queue.num_open == CALLER.tenant.num_in_flight == 0 and cast(Any, parts.store).num_out == 0
 
 
 def test_places_are_taken_before_any_text_is_looked_at(full: Services) -> None:
-    full.gate.enter(29, "tiny")
+    full.queue.acquire(29, "tiny")
     with pytest.raises(QueueFull):
         asyncio.run(admit(full, CALLER, CompletionRequest(model="tiny", prompt=["a", "b"])))
     assert not cast(Any, full.tokenizer).threads
-    full.gate.leave(29, "tiny")
+    full.queue.release(29, "tiny")
     assert nothing_is_held(full)
 
 
 def test_requests_of_one_model_that_fill_the_queue_keep_no_other_out(full: Services) -> None:
-    full.gate.enter(30, "tiny")
+    full.queue.acquire(30, "tiny")
     admitted = asyncio.run(admit(full, CALLER, CompletionRequest(model="own", prompt=["a"] * 15)))
     with pytest.raises(QueueFull):
         asyncio.run(admit(full, CALLER, CompletionRequest(model="own", prompt="a")))
     admitted.release()
-    full.gate.leave(30, "tiny")
+    full.queue.release(30, "tiny")
     assert nothing_is_held(full)
 
 
 def test_embeddings_hold_as_many_places_as_run_at_a_time_and_no_more_than_are_left(full: Services) -> None:
     admitted = asyncio.run(admit(full, CALLER, EmbeddingRequest(model="tiny", input=["a"] * 50)))
-    assert full.gate.num_open == CALLER.tenant.num_in_flight == 30
+    assert full.queue.num_open == CALLER.tenant.num_in_flight == 30
     for plan in admitted.plans[:25]:
         admitted.end_one(plan, 0)
-    assert full.gate.num_open == CALLER.tenant.num_in_flight == 25
+    assert full.queue.num_open == CALLER.tenant.num_in_flight == 25
     admitted.release()
     assert nothing_is_held(full)
 
@@ -311,7 +311,7 @@ def test_places_that_are_handed_over_are_given_back_once(full: Services) -> None
     all_places = reserve(full, CALLER.tenant, 5, "tiny")
     part = all_places.split(2)
     all_places.release()
-    assert full.gate.num_open == CALLER.tenant.num_in_flight == 2
+    assert full.queue.num_open == CALLER.tenant.num_in_flight == 2
     part.shrink(1)
     part.release()
     part.release()
@@ -414,7 +414,7 @@ def test_log_probabilities_of_a_batch_are_bounded_together(full: Services, monke
     assert not isinstance(first, Exception)  # alone it may have as many as its prompt makes
     assert [isinstance(one, BadRequest) for one in others] == [True, False, True, True]
     assert "150 log probabilities" in str(others[0])
-    assert full.gate.num_open == 2
+    assert full.queue.num_open == 2
     batch.release_all([first, *others])
     assert nothing_is_held(full)
 
@@ -494,10 +494,10 @@ def test_a_chat_that_is_given_up_is_not_rendered(full: Services, template: Templ
     async def run() -> None:
         first, second = (asyncio.create_task(admit(full, CALLER, a_chat("busy"))) for _ in range(2))
         await asyncio.sleep(0)
-        assert full.gate.num_open == 2
+        assert full.queue.num_open == 2
         second.cancel()
         await asyncio.gather(second, return_exceptions=True)
-        assert full.gate.num_open == 1
+        assert full.queue.num_open == 1
         template.go.set()
         (await first).release()
 

@@ -25,7 +25,7 @@ from service.tenants.tenants import Tenants
 from tests.support.http.server import Server
 from tests.support.limits import LIMIT_SECONDS
 
-NUM_PLACES = 8
+NUM_SLOTS = 8
 MIB = 1 << 20
 
 
@@ -82,8 +82,8 @@ def a_request(monkeypatch: pytest.MonkeyPatch, slow: Slow) -> tuple[Any, Service
         store=slow,
         tenants=Tenants(),
         started_at_seconds=0,
-        gate=QueueLimits(NUM_PLACES),
-        calls=QueueLimits(NUM_PLACES),
+        queue=QueueLimits(NUM_SLOTS),
+        calls=QueueLimits(NUM_SLOTS),
         pages=PageCache(),
     )
     for module in (adapters, auth, health, models, tokenize):
@@ -109,9 +109,9 @@ def test_they_have_places_and_no_more_run_than_there_are(
     request, parts = a_request(monkeypatch, slow)
 
     async def run() -> None:
-        running = [asyncio.create_task(call(request)) for _ in range(NUM_PLACES)]
+        running = [asyncio.create_task(call(request)) for _ in range(NUM_SLOTS)]
         await asyncio.sleep(0)
-        assert parts.calls.num_open == NUM_PLACES
+        assert parts.calls.num_open == NUM_SLOTS
         with pytest.raises(QueueFull) as caught:
             await call(request)
         assert caught.value.headers["Retry-After"]
@@ -120,7 +120,7 @@ def test_they_have_places_and_no_more_run_than_there_are(
             await sent(answer)
 
     asyncio.run(asyncio.wait_for(run(), LIMIT_SECONDS))
-    assert (parts.calls.num_open, parts.gate.num_open) == (0, 0)
+    assert (parts.calls.num_open, parts.queue.num_open) == (0, 0)
     assert slow.threads
     assert threading.main_thread() not in slow.threads
 
@@ -134,13 +134,13 @@ def test_one_payer_that_has_all_places_keeps_nobody_out(
 
     async def run() -> None:
         CLIENT.set("flood")
-        running = [asyncio.create_task(call(request)) for _ in range(NUM_PLACES)]
+        running = [asyncio.create_task(call(request)) for _ in range(NUM_SLOTS)]
         await asyncio.sleep(0)
-        assert parts.calls.num_open == NUM_PLACES
+        assert parts.calls.num_open == NUM_SLOTS
         CLIENT.set("another")
         late = asyncio.create_task(call(request))
         await asyncio.sleep(0)
-        assert parts.calls.num_open == NUM_PLACES + 1
+        assert parts.calls.num_open == NUM_SLOTS + 1
         slow.go.set()
         for answer in await asyncio.gather(*running, late):
             await sent(answer)
@@ -149,22 +149,22 @@ def test_one_payer_that_has_all_places_keeps_nobody_out(
 
 
 @pytest.mark.parametrize(
-    ("call", "num_places"),
+    ("call", "num_slots"),
     [
         (lambda request: tokenize.tokenize(request, TokenizeRequest(model="tiny", prompt="a" * (MIB // 4))), 5),
         (lambda request: tokenize.detokenize(request, DetokenizeRequest(model="tiny", tokens=[1] * (MIB // 16))), 5),
-        (lambda request: tokenize.tokenize(request, TokenizeRequest(model="tiny", prompt="a" * MIB)), NUM_PLACES),
+        (lambda request: tokenize.tokenize(request, TokenizeRequest(model="tiny", prompt="a" * MIB)), NUM_SLOTS),
     ],
     ids=["text", "tokens", "more than there are"],
 )
-def test_long_texts_have_several(monkeypatch: pytest.MonkeyPatch, call: Callable[[Any], Any], num_places: int) -> None:
+def test_long_texts_have_several(monkeypatch: pytest.MonkeyPatch, call: Callable[[Any], Any], num_slots: int) -> None:
     slow = Slow()
     request, parts = a_request(monkeypatch, slow)
 
     async def run() -> None:
         running = asyncio.create_task(call(request))
         await asyncio.sleep(0)
-        assert parts.calls.num_open == num_places
+        assert parts.calls.num_open == num_slots
         slow.go.set()
         await sent(await running)
 

@@ -15,7 +15,7 @@ import pytest
 
 from kernels.sampling.parameters import ScoredToken
 from service.api.admission.model_resolution import Part, ResolvedModel
-from service.api.admission.pipeline import Admitted, QueuePlaces
+from service.api.admission.pipeline import Admitted, QueueSlots
 from service.api.admission.plans import PlannedSequence
 from service.api.admission.prompts import Prompt
 from service.api.errors import BadRequest, EngineFailed, NotReady, QueueFull, status_of
@@ -82,37 +82,37 @@ def parts(tmp_path: Path) -> Services:
     )
 
 
-class Places:
+class Slots:
     """What `Admitted` gives back."""
 
     def __init__(self) -> None:
         self.num_open, self.has_adapter = 0, True
 
-    def enter(self, num_places: int, _client: str) -> None:
-        self.num_open += num_places
+    def acquire(self, num_slots: int, _client: str) -> None:
+        self.num_open += num_slots
 
-    def leave(self, num_places: int, _client: str) -> None:
-        self.num_open -= num_places
+    def release(self, num_slots: int, _client: str) -> None:
+        self.num_open -= num_slots
 
-    def release(self) -> None:
+    def end_lease(self) -> None:
         assert self.has_adapter
         self.has_adapter = False
 
 
 @pytest.fixture
-def places() -> Places:
-    return Places()
+def slots() -> Slots:
+    return Slots()
 
 
-def admitted(places: Places, plans: list[PlannedSequence], tenant: Tenant | None = None) -> Admitted:
-    """A request that has its places and an adapter."""
+def admitted(slots: Slots, plans: list[PlannedSequence], tenant: Tenant | None = None) -> Admitted:
+    """A request that has its slots and an adapter."""
     version = SimpleNamespace(number=1, digest="d")
     record: Any = SimpleNamespace(
         name="tiny", digest="d", version=version, manifest=SimpleNamespace(rows={}, invocation=())
     )
-    lease: Any = SimpleNamespace(release=places.release, record=record)
+    lease: Any = SimpleNamespace(release=slots.end_lease, record=record)
     tenant = tenant or Tenants().default
-    held = QueuePlaces(cast(Any, places), tenant, "tiny", len(plans))
+    held = QueueSlots(cast(Any, slots), tenant, "tiny", len(plans))
     charge = tenant.take_tokens(sum(plan.most_tokens for plan in plans))
     model = ResolvedModel("tiny", "tiny", "d", (Part(record, "tiny"),), (lease,))
     return Admitted(tenant, model, plans, held, charge)
@@ -120,13 +120,13 @@ def admitted(places: Places, plans: list[PlannedSequence], tenant: Tenant | None
 
 def a_job(
     parts: Services,
-    places: Places,
+    slots: Slots,
     plans: list[PlannedSequence],
     *,
     is_streamed: bool = True,
     tenant: Tenant | None = None,
 ) -> GenerationJob:
-    return GenerationJob(parts, admitted(places, plans, tenant), is_streamed)
+    return GenerationJob(parts, admitted(slots, plans, tenant), is_streamed)
 
 
 def plan(request_id: str, stop: str = "the", **sampling: Any) -> PlannedSequence:
@@ -174,12 +174,12 @@ def test_events_encoded_around_their_text_are_those_encoded_whole(parts: Service
             "stream_options": {"include_usage": True, **options},
         }
         answer: CompletionAnswer | ChatAnswer = (
-            CompletionAnswer(parts, CompletionRequest(prompt="a", **asked), admitted(Places(), plans))
+            CompletionAnswer(parts, CompletionRequest(prompt="a", **asked), admitted(Slots(), plans))
             if kind == "completion"
             else ChatAnswer(
                 parts,
                 ChatRequest(messages=cast(Any, [{"role": "user", "content": "a"}]), **asked),
-                admitted(Places(), plans),
+                admitted(Slots(), plans),
             )
         )
         try:
@@ -198,30 +198,30 @@ def test_events_encoded_around_their_text_are_those_encoded_whole(parts: Service
     assert (num_around, num_none) == (4 if kind == "completion" else 6, 0)
 
 
-def test_a_stop_string_ends_the_engine_s_work_although_nobody_reads(parts: Services, places: Places) -> None:
+def test_a_stop_string_ends_the_engine_s_work_although_nobody_reads(parts: Services, slots: Slots) -> None:
     engine = cast(Any, parts.engine)
-    job = a_job(parts, places, [plan("r")])
+    job = a_job(parts, slots, [plan("r")])
     engine.streams["r"].push(Tokens("r", tuple(parts.tokenizer.encode("the")), None))
-    assert (engine.aborted, places.num_open, places.has_adapter) == (["r"], 0, False)
+    assert (engine.aborted, slots.num_open, slots.has_adapter) == (["r"], 0, False)
     assert asyncio.run(streamed(job)) == [(0, "", "stop")]
     job.close()
     assert engine.aborted == ["r"]
 
 
-def test_who_takes_what_comes_at_once_hears_the_end_too(parts: Services, places: Places) -> None:
-    job, taken = a_job(parts, places, [plan("r")]), list[tuple[int, OutputChunk] | None]()
+def test_who_takes_what_comes_at_once_hears_the_end_too(parts: Services, slots: Slots) -> None:
+    job, taken = a_job(parts, slots, [plan("r")]), list[tuple[int, OutputChunk] | None]()
     job.listen(lambda: taken.append(job.poll()))
     stream = cast(Any, parts.engine).streams["r"]
     stream.push(Tokens("r", tuple(parts.tokenizer.encode("a"))))
     stream.push(Finished("r", "length"))
     assert [one and one[1].finish_reason for one in taken] == [None, "length"]
-    assert (job.is_finished, job.outcomes, places.num_open, places.has_adapter) == (True, ["length"], 0, False)
+    assert (job.is_finished, job.outcomes, slots.num_open, slots.has_adapter) == (True, ["length"], 0, False)
 
 
-def test_the_engine_is_told_whose_a_sequence_is_and_unused_tokens_come_back(parts: Services, places: Places) -> None:
+def test_the_engine_is_told_whose_a_sequence_is_and_unused_tokens_come_back(parts: Services, slots: Slots) -> None:
     tenant = Tenant("acme", Limits(weight=2.5, tokens_per_minute=1000, requests_in_flight=5), lambda: 0.0)
     engine = cast(Any, parts.engine)
-    job = a_job(parts, places, [plan("a"), plan("b")], tenant=tenant)
+    job = a_job(parts, slots, [plan("a"), plan("b")], tenant=tenant)
     assert [(one.tenant, one.weight) for one in engine.submitted] == [("acme", 2.5)] * 2
 
     def left() -> tuple[str, str]:
@@ -238,36 +238,36 @@ def test_the_engine_is_told_whose_a_sequence_is_and_unused_tokens_come_back(part
     assert left() == ("5", str(1000 - (1 + num_generated) - 1)), "the prompt may have been computed"
 
 
-def test_what_nobody_reads_gives_its_places_back_as_it_ends(parts: Services, places: Places) -> None:
+def test_what_nobody_reads_gives_its_places_back_as_it_ends(parts: Services, slots: Slots) -> None:
     engine = cast(Any, parts.engine)
-    job = a_job(parts, places, [plan("a"), plan("b"), plan("c")])
+    job = a_job(parts, slots, [plan("a"), plan("b"), plan("c")])
     tokens = tuple(parts.tokenizer.encode("in and"))
     for num_ended, name in enumerate("bac"):
-        assert (places.num_open, places.has_adapter) == (3 - num_ended, True)
+        assert (slots.num_open, slots.has_adapter) == (3 - num_ended, True)
         for token_id in tokens:
             engine.streams[name].push(Tokens(name, (token_id,)))
         engine.streams[name].push(Finished(name, "length"))
-    assert (places.num_open, places.has_adapter) == (0, False)
+    assert (slots.num_open, slots.has_adapter) == (0, False)
     assert asyncio.run(streamed(job)) == [(1, "in and", "length"), (0, "in and", "length"), (2, "in and", "length")]
     job.close()
-    assert places.num_open == 0
+    assert slots.num_open == 0
 
 
 @pytest.mark.parametrize("num_begun", [0, 1])
-def test_what_is_closed_early_gives_back_what_it_still_holds(parts: Services, places: Places, num_begun: int) -> None:
+def test_what_is_closed_early_gives_back_what_it_still_holds(parts: Services, slots: Slots, num_begun: int) -> None:
     engine = cast(Any, parts.engine)
-    job = a_job(parts, places, [plan("a"), plan("b")])
+    job = a_job(parts, slots, [plan("a"), plan("b")])
     for name in "ab"[:num_begun]:
         engine.streams[name].push(Finished(name, "length"))
     job.close()
     job.close()
-    assert (places.num_open, places.has_adapter) == (0, False)
+    assert (slots.num_open, slots.has_adapter) == (0, False)
     assert set("ab"[num_begun:]) <= set(engine.aborted)
 
 
-def test_what_is_closed_is_gone_with_who_had_it(parts: Services, places: Places) -> None:
+def test_what_is_closed_is_gone_with_who_had_it(parts: Services, slots: Slots) -> None:
     """Python's collector has nothing to do: of a few hundred requests that end together it would make one stretch."""
-    job = a_job(parts, places, [plan("a"), plan("b")])
+    job = a_job(parts, slots, [plan("a"), plan("b")])
     job.listen(job.poll)
     cast(Any, parts.engine).streams["a"].push(Finished("a", "length"))
     left = [weakref.ref(one) for one in (job, *job.runs)]
@@ -283,16 +283,16 @@ def test_what_is_closed_is_gone_with_who_had_it(parts: Services, places: Places)
 
 @pytest.mark.parametrize("is_streamed", [True, False])
 def test_what_waits_for_a_stream_s_reader_is_bounded(
-    parts: Services, places: Places, monkeypatch: pytest.MonkeyPatch, is_streamed: bool
+    parts: Services, slots: Slots, monkeypatch: pytest.MonkeyPatch, is_streamed: bool
 ) -> None:
     monkeypatch.setattr("service.api.generation.sequence.MAX_WAITING_ENTRIES", 12)
     engine = cast(Any, parts.engine)
-    job = a_job(parts, places, [plan("r", logprobs=2)], is_streamed=is_streamed)
+    job = a_job(parts, slots, [plan("r", logprobs=2)], is_streamed=is_streamed)
     (token_id,) = parts.tokenizer.encode("a")
     entry = ScoredToken(token_id, -1.0, ((token_id, -1.0), (token_id + 1, -2.0)))
     for _ in range(5):
         engine.streams["r"].push(Tokens("r", (token_id,), (entry,)))
-    assert (places.num_open, engine.aborted) == ((0, ["r"]) if is_streamed else (1, []))
+    assert (slots.num_open, engine.aborted) == ((0, ["r"]) if is_streamed else (1, []))
     if is_streamed:
         with pytest.raises(BadRequest, match="More than 12 tokens"):
             asyncio.run(streamed(job))
@@ -302,11 +302,11 @@ def test_what_waits_for_a_stream_s_reader_is_bounded(
 
 
 def test_a_reader_that_keeps_up_may_have_as_much_as_comes(
-    parts: Services, places: Places, monkeypatch: pytest.MonkeyPatch
+    parts: Services, slots: Slots, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("service.api.generation.sequence.MAX_WAITING_ENTRIES", 2)
     stream = cast(Any, parts.engine).streams
-    job = a_job(parts, places, [plan("r")])
+    job = a_job(parts, slots, [plan("r")])
     (token_id,) = parts.tokenizer.encode("a")
 
     async def run() -> None:
@@ -333,8 +333,8 @@ class TestHeldLogprobs:
         for request_id in request_ids:
             cast(Any, parts.engine).streams[request_id].push(Tokens(request_id, (65,), (entry,)))
 
-    def test_those_of_a_whole_answer_count_until_it_is_sent(self, parts: Services, places: Places) -> None:
-        job = a_job(parts, places, [plan("a", logprobs=2), plan("b", logprobs=2)], is_streamed=False)
+    def test_those_of_a_whole_answer_count_until_it_is_sent(self, parts: Services, slots: Slots) -> None:
+        job = a_job(parts, slots, [plan("a", logprobs=2), plan("b", logprobs=2)], is_streamed=False)
         prompt_entries = (None, ScoredToken(1, -1.0, ((1, -1.0), (2, -2.0))))
         cast(Any, parts.engine).streams["a"].push(Tokens("a", (), (), prompt_entries))
         self.say(parts, "a", "b", "a")
@@ -347,17 +347,17 @@ class TestHeldLogprobs:
         sent()
         assert parts.logprobs.num_held == 0
 
-    def test_those_of_an_answer_that_nobody_gets_do_not(self, parts: Services, places: Places) -> None:
-        job = a_job(parts, places, [plan("a", logprobs=2)], is_streamed=False)
+    def test_those_of_an_answer_that_nobody_gets_do_not(self, parts: Services, slots: Slots) -> None:
+        job = a_job(parts, slots, [plan("a", logprobs=2)], is_streamed=False)
         self.say(parts, "a")
         job.close()
         assert parts.logprobs.num_held == 0
 
     @pytest.mark.parametrize(("keeps", "num_held"), [(False, 3), (True, 9)])
     def test_those_of_a_stream_count_while_they_wait(
-        self, parts: Services, places: Places, keeps: bool, num_held: int
+        self, parts: Services, slots: Slots, keeps: bool, num_held: int
     ) -> None:
-        job = GenerationJob(parts, admitted(places, [plan("a", logprobs=2)]), True, keeps_logprobs=keeps)
+        job = GenerationJob(parts, admitted(slots, [plan("a", logprobs=2)]), True, keeps_logprobs=keeps)
         self.say(parts, "a", "a")
         assert job.poll() is not None
         self.say(parts, "a")
@@ -366,11 +366,9 @@ class TestHeldLogprobs:
         assert parts.logprobs.num_held == 0
 
     @pytest.mark.parametrize("is_streamed", [False, True])
-    def test_more_than_its_payer_may_hold_end_an_answer(
-        self, parts: Services, places: Places, is_streamed: bool
-    ) -> None:
+    def test_more_than_its_payer_may_hold_end_an_answer(self, parts: Services, slots: Slots, is_streamed: bool) -> None:
         parts.logprobs = logprob_shares(8)
-        job = a_job(parts, places, [plan("a", logprobs=2), plan("b", logprobs=2)], is_streamed=is_streamed)
+        job = a_job(parts, slots, [plan("a", logprobs=2), plan("b", logprobs=2)], is_streamed=is_streamed)
         self.say(parts, "a", "b", "a")
         for name in "ba":
             cast(Any, parts.engine).streams[name].push(Finished(name, "length"))
@@ -378,24 +376,24 @@ class TestHeldLogprobs:
             asyncio.run(streamed(job) if is_streamed else job.collect())
         assert (status_of(caught.value), caught.value.headers["Retry-After"]) == (429, "1")
         job.close()
-        assert (parts.logprobs.num_held, places.num_open, set(cast(Any, parts.engine).aborted)) == (0, 0, {"a", "b"})
+        assert (parts.logprobs.num_held, slots.num_open, set(cast(Any, parts.engine).aborted)) == (0, 0, {"a", "b"})
 
     def test_one_payer_leaves_some_for_another(self, parts: Services) -> None:
         parts.logprobs = logprob_shares(8)
         whole = CLIENT.set("hog")
-        job = a_job(parts, Places(), [plan("a", logprobs=2)], is_streamed=False)
+        job = a_job(parts, Slots(), [plan("a", logprobs=2)], is_streamed=False)
         self.say(parts, "a", "a")
         CLIENT.reset(whole)
-        other = a_job(parts, Places(), [plan("b", logprobs=2)], is_streamed=False)
+        other = a_job(parts, Slots(), [plan("b", logprobs=2)], is_streamed=False)
         self.say(parts, "b")
         cast(Any, parts.engine).streams["b"].push(Finished("b", "length"))
         assert len(asyncio.run(other.collect())[0].logprobs) == 1
         other.close()
         job.close()
 
-    def test_what_begins_anew_counts_once(self, parts: Services, places: Places) -> None:
+    def test_what_begins_anew_counts_once(self, parts: Services, slots: Slots) -> None:
         links = _two_engines(parts)
-        job = a_job(parts, places, [plan("r", logprobs=2)], is_streamed=False)
+        job = a_job(parts, slots, [plan("r", logprobs=2)], is_streamed=False)
         entry = ScoredToken(65, -1.0, ((65, -1.0), (66, -2.0)))
         lost = _who_has_one(parts)
         links[lost].says(Tokens("r", (65,), (entry,)))
@@ -411,7 +409,7 @@ class TestHeldLogprobs:
 @pytest.mark.parametrize("is_streamed", [True, False])
 def test_only_what_was_sent_is_lost(
     parts: Services,
-    places: Places,
+    slots: Slots,
     death: type[EngineDied],
     kind: type[Exception],
     status: int,
@@ -422,23 +420,23 @@ def test_only_what_was_sent_is_lost(
     error = death("The engine is gone.")
     if is_early:
         engine.death = error
-    job = a_job(parts, places, [plan("r"), plan("other")], is_streamed=is_streamed)
+    job = a_job(parts, slots, [plan("r"), plan("other")], is_streamed=is_streamed)
     if not is_early:
         engine.streams["r"].die(error)
     with pytest.raises(kind, match="The engine is gone") as caught:
         asyncio.run(cast(Any, streamed(job) if is_streamed else job.collect()))
     assert status_of(caught.value) == status
     job.close()
-    assert (places.num_open, places.has_adapter) == (0, False)
+    assert (slots.num_open, slots.has_adapter) == (0, False)
 
 
 def test_what_is_wrong_with_us_reaches_the_reader_and_not_the_engine_s_client(
-    parts: Services, places: Places, monkeypatch: pytest.MonkeyPatch
+    parts: Services, slots: Slots, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = a_job(parts, places, [plan("r")])
+    job = a_job(parts, slots, [plan("r")])
     monkeypatch.setattr(StopStrings, "push", lambda *_, **__: 1 / 0)
     cast(Any, parts.engine).streams["r"].push(Tokens("r", (5,)))
-    assert places.num_open == 0
+    assert slots.num_open == 0
     with pytest.raises(ZeroDivisionError):
         asyncio.run(streamed(job))
 
@@ -491,11 +489,11 @@ def _who_has_one(parts: Services) -> str:
 
 @pytest.mark.parametrize("is_streamed", [True, False])
 def test_an_answer_of_which_nothing_was_told_begins_anew_elsewhere(
-    parts: Services, places: Places, is_streamed: bool
+    parts: Services, slots: Slots, is_streamed: bool
 ) -> None:
     """All of it, and what the lost engine had computed is no part of it."""
     links = _two_engines(parts)
-    job = a_job(parts, places, [plan("r")], is_streamed=is_streamed)
+    job = a_job(parts, slots, [plan("r")], is_streamed=is_streamed)
     lost = _who_has_one(parts)
     for token_id in parts.tokenizer.encode("in th"):  # the beginning of what ends the answer
         links[lost].says(Tokens("r", (token_id,)))
@@ -512,13 +510,13 @@ def test_an_answer_of_which_nothing_was_told_begins_anew_elsewhere(
         (piece,) = asyncio.run(job.collect())
         assert (piece.text, piece.token_ids, piece.text_offsets[0]) == ("e and", list(tokens), 0)
     assert job.num_completion_tokens == len(tokens)
-    assert (places.num_open, places.has_adapter) == (0, False)
+    assert (slots.num_open, slots.has_adapter) == (0, False)
     assert parts.engine.replicas()[lost].num_sent_again == 1
 
 
-def test_a_stream_of_which_something_was_told_ends(parts: Services, places: Places) -> None:
+def test_a_stream_of_which_something_was_told_ends(parts: Services, slots: Slots) -> None:
     links = _two_engines(parts)
-    job = a_job(parts, places, [plan("r")])
+    job = a_job(parts, slots, [plan("r")])
     lost = _who_has_one(parts)
     links[lost].says(Tokens("r", tuple(parts.tokenizer.encode("in"))))
 
@@ -533,9 +531,9 @@ def test_a_stream_of_which_something_was_told_ends(parts: Services, places: Plac
     assert asyncio.run(read()) == "in"
 
 
-def test_an_answer_is_begun_anew_once(parts: Services, places: Places) -> None:
+def test_an_answer_is_begun_anew_once(parts: Services, slots: Slots) -> None:
     links = _two_engines(parts)
-    job = a_job(parts, places, [plan("r")], is_streamed=False)
+    job = a_job(parts, slots, [plan("r")], is_streamed=False)
     for _ in range(2):
         name = _who_has_one(parts)
         links[name].says(Tokens("r", tuple(parts.tokenizer.encode("in"))))

@@ -216,29 +216,29 @@ def test_bodies_share_one_budget_and_are_told_when_to_come_back() -> None:
     body = json.dumps({"tokens": [1] * 200}).encode()
     assert 550 < len(body) <= 1000
     assert [answer.status_code for answer in post(app, body)] == [200]
-    budget.take("", 900)
+    budget.acquire("", 900)
     (refused,) = post(app, body)
     assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
     assert refused.json()["error"]["code"] == "queue_full"
     assert budget.num_bytes == 900
-    budget.give_back("", 900)
+    budget.release("", 900)
     assert [answer.status_code for answer in post(app, body)] == [200]
 
 
 def test_no_payer_holds_what_others_need() -> None:
     """Bodies may be sent as slowly as a kilobyte a second: whoever holds many holds them for long."""
     budget = BodyBudget(600, 10)
-    budget.take("one", 600)
+    budget.acquire("one", 600)
     with pytest.raises(QueueFull, match="of which you have 600; a client gets as much as it leaves free"):
-        budget.take("one", 1)
-    budget.take("two", 300)
+        budget.acquire("one", 1)
+    budget.acquire("two", 300)
     with pytest.raises(QueueFull):
-        budget.take("two", 1)
-    budget.take("three", 150)
+        budget.acquire("two", 1)
+    budget.acquire("three", 150)
     for index in range(200):
-        budget.take(f"small {index}", 10)
+        budget.acquire(f"small {index}", 10)
     with pytest.raises(QueueFull):
-        budget.take("small 199", 1)
+        budget.acquire("small 199", 1)
 
 
 def test_bodies_that_go_to_disk_are_not_in_the_budget() -> None:

@@ -79,7 +79,7 @@ def test_one_network_reads_once_in_each_pass_in_the_order_it_came() -> None:
     async def run() -> list[list[int]]:
         turns, now, passes = ReadScheduler(), list[int](), []
         for number in range(9):
-            if turns.take("flood", lambda number=number: now.append(number)):
+            if turns.may_read("flood", lambda number=number: now.append(number)):
                 now.append(number)
         while now:
             passes.append(now.copy())
@@ -94,9 +94,9 @@ def test_one_network_reads_once_in_each_pass_in_the_order_it_came() -> None:
 def test_others_read_at_once_whatever_waits() -> None:
     async def run() -> None:
         turns = ReadScheduler()
-        taken = [turns.take("flood", lambda: None) for _ in range(1000)]
+        taken = [turns.may_read("flood", lambda: None) for _ in range(1000)]
         assert taken.count(True) == 1
-        assert turns.take("another", pytest.fail)
+        assert turns.may_read("another", pytest.fail)
 
     asyncio.run(run())
 
@@ -104,17 +104,17 @@ def test_others_read_at_once_whatever_waits() -> None:
 def test_a_network_whose_reads_are_costly_pauses_and_no_other_does() -> None:
     async def run() -> None:
         turns, late = ReadScheduler(), list[str]()
-        assert turns.take("costly", pytest.fail)
+        assert turns.may_read("costly", pytest.fail)
         turns.charge("costly", 1e6)
-        assert turns.take("usual", pytest.fail)
+        assert turns.may_read("usual", pytest.fail)
         turns.charge("usual", USUAL_SECONDS)
-        assert not turns.take("costly", pytest.fail)
-        assert not turns.take("usual", lambda: late.append("usual"))
+        assert not turns.may_read("costly", pytest.fail)
+        assert not turns.may_read("usual", lambda: late.append("usual"))
         for _ in range(9):
             await asyncio.sleep(0)
         assert late == ["usual"]
-        assert turns.take("usual", pytest.fail)
-        assert not turns.take("costly", pytest.fail)
+        assert turns.may_read("usual", pytest.fail)
+        assert not turns.may_read("costly", pytest.fail)
 
     asyncio.run(run())
 
@@ -122,9 +122,9 @@ def test_a_network_whose_reads_are_costly_pauses_and_no_other_does() -> None:
 def test_who_paused_goes_on() -> None:
     async def run() -> None:
         turns, went_on = ReadScheduler(), asyncio.Event()
-        turns.take("costly", pytest.fail)
+        turns.may_read("costly", pytest.fail)
         turns.charge("costly", 2 * USUAL_SECONDS)
-        assert not turns.take("costly", went_on.set)
+        assert not turns.may_read("costly", went_on.set)
         await asyncio.wait_for(went_on.wait(), LIMIT_SECONDS)
 
     asyncio.run(run())
@@ -136,10 +136,10 @@ def test_nobody_is_forgotten_whose_pause_ends_at_any_moment(pause_seconds: float
 
     async def run() -> None:
         turns, went_on = ReadScheduler(), asyncio.Event()
-        assert turns.take("one", pytest.fail)
+        assert turns.may_read("one", pytest.fail)
         vars(asyncio.get_running_loop())["time"] = itertools.count(1e6).__next__
         turns.charge("one", USUAL_SECONDS + pause_seconds / PAUSE_PER_SECOND)
-        assert not turns.take("one", went_on.set)
+        assert not turns.may_read("one", went_on.set)
         for _ in range(30):
             await asyncio.sleep(0)
         assert went_on.is_set()
@@ -155,9 +155,9 @@ def test_a_read_that_fails_takes_no_turn_but_its_own() -> None:
         def fail() -> None:
             raise ValueError("a fault of ours")
 
-        assert turns.take("one", pytest.fail)
-        assert not turns.take("one", fail)
-        assert not turns.take("one", went_on.set)
+        assert turns.may_read("one", pytest.fail)
+        assert not turns.may_read("one", fail)
+        assert not turns.may_read("one", went_on.set)
         await asyncio.wait_for(went_on.wait(), LIMIT_SECONDS)
         return failed
 
@@ -185,7 +185,7 @@ def test_who_waits_for_its_turn_is_not_too_slow(monkeypatch: pytest.MonkeyPatch)
         now = [loop.time()]
         monkeypatch.setattr(loop, "time", lambda: now[0])
         async with connected(turns, count=statuses.append) as ((client,), (connection,)):
-            turns.take("127.0.0.1", lambda: None)
+            turns.may_read("127.0.0.1", lambda: None)
             turns.charge("127.0.0.1", USUAL_SECONDS + 50.0 / PAUSE_PER_SECOND)
             client.sendall(b"GET /version HTTP/1.1\r\n")
             while connection.transport is None or connection.transport.is_reading():
@@ -219,7 +219,7 @@ def test_a_body_that_waits_for_its_turn_is_not_too_slow() -> None:
             client.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\na")
             while not got:
                 await asyncio.sleep(0)
-            turns.take("127.0.0.1", lambda: None)
+            turns.may_read("127.0.0.1", lambda: None)
             turns.charge("127.0.0.1", USUAL_SECONDS + 0.1 / PAUSE_PER_SECOND)
             client.sendall(b"bcd")
             while connection.transport is None or connection.transport.is_reading():
@@ -240,7 +240,7 @@ def test_who_has_gone_while_it_waited_to_be_read_is_noticed_in_its_turn(caplog: 
     async def run() -> None:
         turns = ReadScheduler()
         async with connected(turns) as ((client,), (connection,)):
-            turns.take("127.0.0.1", lambda: None)
+            turns.may_read("127.0.0.1", lambda: None)
             turns.charge("127.0.0.1", USUAL_SECONDS + 0.1 / PAUSE_PER_SECOND)
             client.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
             while connection.transport is None or connection.transport.is_reading():
@@ -280,7 +280,7 @@ def test_a_body_that_a_proxy_passes_on_has_the_turns_of_who_pays_for_it() -> Non
                 client.sendall(f"POST /{name} HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\na".encode())
                 while read[name] != b"a":
                     await asyncio.sleep(0)
-            assert turns.take("hostile", pytest.fail)
+            assert turns.may_read("hostile", pytest.fail)
             turns.charge("hostile", 1e6)
             hostile.sendall(b"b")
             while connections[0].transport.is_reading():
@@ -289,7 +289,7 @@ def test_a_body_that_a_proxy_passes_on_has_the_turns_of_who_pays_for_it() -> Non
             while read["other"] != b"abcd":
                 await asyncio.sleep(0)
             assert read["hostile"] == b"a"
-            turns.take("other", lambda: None)
+            turns.may_read("other", lambda: None)
             turns.charge("other", 1e6)
             other.sendall(b"POST /nobody HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\na")
             while read["nobody"] != b"a":
@@ -378,7 +378,7 @@ def test_a_request_that_waits_for_its_turn_is_not_cut_off_as_if_none_had_come() 
             client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
             while connection.timeout_keep_alive_task is None:
                 await asyncio.sleep(0)
-            turns.take("127.0.0.1", lambda: None)
+            turns.may_read("127.0.0.1", lambda: None)
             turns.charge("127.0.0.1", 1e6)
             client.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
             while connection.transport.is_reading():

@@ -16,7 +16,7 @@ from adapters.store.store import AdapterStore, StoreLimits, UploadPart
 from service.api.errors import BadRequest, QueueFull
 from service.api.uploads.multipart import in_upload_thread
 from service.api.uploads.receive import receive_upload
-from service.api.uploads.slots import MIN_BYTES_PER_SECOND, WINDOW_SECONDS, UploadPlace, UploadSlots
+from service.api.uploads.slots import MIN_BYTES_PER_SECOND, WINDOW_SECONDS, UploadSlot, UploadSlots
 from service.fairness.client_identity import CLIENT
 from tests.support.adapter_files import config_bytes, small_layout
 from tests.support.limits import LIMIT_SECONDS
@@ -40,7 +40,7 @@ def test_an_upload_that_falls_silent_ends_and_leaves_nothing(tmp_path: Path, mon
     async def drive() -> None:
         request: Any = SilentRequest()
         with store.begin() as upload, pytest.raises(BadRequest, match="Nothing of the upload has come"):
-            await receive_upload(request, store.check_name, upload, UploadPlace("slow"))
+            await receive_upload(request, store.check_name, upload, UploadSlot("slow"))
 
     asyncio.run(asyncio.wait_for(drive(), LIMIT_SECONDS))
     assert list(tmp_path.glob("*/staging/*")) == []
@@ -84,40 +84,40 @@ def test_a_slow_upload_of_who_has_most_ends_when_another_wants_its_place(
     bytes_per_second: int, is_taken_back: bool
 ) -> None:
     clock = Clock()
-    places = UploadSlots(8, clock)
+    slots = UploadSlots(8, clock)
     with contextlib.ExitStack() as opened:
         with paid_by("hog"):
-            slow = [opened.enter_context(places.place()) for _ in range(4)]
+            slow = [opened.enter_context(slots.holding()) for _ in range(4)]
         with paid_by("other"):
-            held = [opened.enter_context(places.place()) for _ in range(2)]
-        for place in (*slow, *held):
-            with place.waiting():
+            held = [opened.enter_context(slots.holding()) for _ in range(2)]
+        for slot in (*slow, *held):
+            with slot.waiting():
                 clock.seconds += WINDOW_SECONDS
-            place.came(int(bytes_per_second * WINDOW_SECONDS))
-        for place in (*slow, *held):
-            opened.enter_context(place.waiting())
-            place.check()
-        with paid_by("other"), pytest.raises(QueueFull, match="2 of them yours"), places.place():
+            slot.came(int(bytes_per_second * WINDOW_SECONDS))
+        for slot in (*slow, *held):
+            opened.enter_context(slot.waiting())
+            slot.check()
+        with paid_by("other"), pytest.raises(QueueFull, match="2 of them yours"), slots.holding():
             pass
-        for place in held:
-            place.check()
+        for slot in held:
+            slot.check()
         if is_taken_back:
             with pytest.raises(QueueFull, match="less than 65536 bytes a second"):
                 slow[0].check()
-        for place in slow[is_taken_back:]:
-            place.check()
-        with paid_by("hog"), pytest.raises(QueueFull, match="4 of them yours"), places.place():
+        for slot in slow[is_taken_back:]:
+            slot.check()
+        with paid_by("hog"), pytest.raises(QueueFull, match="4 of them yours"), slots.holding():
             pass
-        for place in held:  # who has most takes nothing from others
-            place.check()
-    assert places.num_open == 0
+        for slot in held:  # who has most takes nothing from others
+            slot.check()
+    assert slots.num_open == 0
 
 
 def test_an_upload_whose_place_is_taken_back_is_told_why(tmp_path: Path) -> None:
     store = AdapterStore(tmp_path, small_layout(), StoreLimits(free_disk_floor_bytes=0), base_name="base")
 
     async def drive() -> None:
-        place, waits = UploadPlace("slow"), asyncio.Event()
+        slot, waits = UploadSlot("slow"), asyncio.Event()
 
         class Request(SilentRequest):
             async def stream(self) -> AsyncIterator[bytes]:
@@ -128,11 +128,11 @@ def test_an_upload_whose_place_is_taken_back_is_told_why(tmp_path: Path) -> None
         async def receive() -> None:
             request: Any = Request()
             with store.begin() as upload, pytest.raises(QueueFull, match="Others wait to upload"):
-                await receive_upload(request, store.check_name, upload, place)
+                await receive_upload(request, store.check_name, upload, slot)
 
         receiving = asyncio.create_task(receive())
         await waits.wait()
-        place.take_back()
+        slot.revoke()
         await receiving
 
     asyncio.run(asyncio.wait_for(drive(), LIMIT_SECONDS))
@@ -160,7 +160,7 @@ def test_a_refused_configuration_ends_an_upload_whose_client_says_no_more(
     async def drive() -> None:
         request: Any = Request()
         with store.begin() as upload, pytest.raises(Unsupported, match="layer_replication"):
-            await receive_upload(request, store.check_name, upload, UploadPlace("slow"))
+            await receive_upload(request, store.check_name, upload, UploadSlot("slow"))
 
     asyncio.run(asyncio.wait_for(drive(), LIMIT_SECONDS))
     assert list(tmp_path.glob("*/staging/*")) == []
@@ -186,7 +186,7 @@ def test_an_upload_comes_while_what_came_is_written(tmp_path: Path, monkeypatch:
     async def drive() -> None:
         request: Any = Request()
         with store.begin() as upload:
-            await receive_upload(request, store.check_name, upload, UploadPlace("fast"))
+            await receive_upload(request, store.check_name, upload, UploadSlot("fast"))
             (staged,) = tmp_path.glob("*/staging/*/*")
             assert staged.stat().st_size == 2 * len(PIECE)
 

@@ -588,12 +588,12 @@ def make_mock_engine(
     engine.cache.start = start_anew  # type: ignore[method-assign]
     lines = engine.lines
 
-    def take_low() -> int:
+    def acquire_low() -> int:
         """A line that no sequence has as its slot too, where most sequences may run."""
         lines._free.sort()
-        return StateLines.take(lines)
+        return StateLines.acquire(lines)
 
-    lines.take = take_low  # type: ignore[method-assign]
+    lines.acquire = acquire_low  # type: ignore[method-assign]
     return MockEngine(engine, runner, rows, host, loader)
 
 
