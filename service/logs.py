@@ -72,7 +72,7 @@ class RefusalLines:
 
     def may_write(self, client: str) -> bool:
         """Whether one more line of this client is written; if not, it is counted."""
-        self.tell()
+        self.report()
         if not self._num_lines:
             self._ends_at_seconds = self._clock() + _WINDOW_SECONDS
         if client not in self._num_lines and len(self._num_lines) >= _MOST_CLIENTS:
@@ -80,7 +80,7 @@ class RefusalLines:
         self._num_lines[client] += 1
         return self._num_lines[client] <= self.most_lines
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """Where the minute is over, say how many lines were left out in it; to be called now and then."""
         if not self._num_lines or self._clock() < self._ends_at_seconds:
             return

@@ -264,7 +264,7 @@ class StoreFiles:
         return found
 
     def publish(self, ready: Path, digest: str) -> None:
-        """Move a complete directory to its digest, in the place of a damaged one if there is one. After an OSError all
+        """Move a complete directory to its digest, instead of a damaged one if there is one. After an OSError all
         is as before."""
         damaged = self._take_out(digest)
         try:

@@ -253,7 +253,7 @@ def slab_bytes(
     layout: BaseLayout, modules: Iterable[ModuleShape], dtype: torch.dtype, extras: Extras | None = None
 ) -> int:
     """Bytes of an adapter's slab."""
-    return _extra_places(_places(layout, modules, dtype)[-1] + 8 * _num_slices(layout), extras or Extras())[-1]
+    return _extra_offsets(_offsets(layout, modules, dtype)[-1] + 8 * _num_slices(layout), extras or Extras())[-1]
 
 
 def make_adapter(
@@ -267,13 +267,13 @@ def make_adapter(
 ) -> HostAdapter:
     """An adapter with its tables written, its weights and extras not yet. `slab` is uint8 [slab_bytes] of `memory`."""
     in_order = _in_order(layout, modules)
-    places = _places(layout, in_order, dtype)
+    offsets = _offsets(layout, in_order, dtype)
     slices: dict[str, HostSlice] = {}
     extras = extras or Extras()
     rows: dict[str, int] = {}
     group_of = {piece.module: p.group for p in layout.projections for piece in p.slices}
     for at, one in enumerate(in_order):
-        a_start, b_start = places[2 * at : 2 * at + 2]
+        a_start, b_start = offsets[2 * at : 2 * at + 2]
         slices[one.module] = HostSlice(
             a=_view(slab, a_start, one.rank, one.in_features, dtype),
             b=_view(slab, b_start, one.rank, one.out_features, dtype),
@@ -284,14 +284,14 @@ def make_adapter(
         )
         group = group_of[one.module]
         rows[group] = max(rows.get(group, 0), one.rank)
-    tables_end = places[-1] + 8 * _num_slices(layout)
-    tables = slab[places[-1] : tables_end]
+    tables_end = offsets[-1] + 8 * _num_slices(layout)
+    tables = slab[offsets[-1] : tables_end]
     ranks, scalings = tables[: len(tables) // 2].view(torch.int32), tables[len(tables) // 2 :].view(torch.float32)
     _fill_tables(layout, ranks, scalings, slices)
-    extra_places = _extra_places(tables_end, extras)
+    extra_offsets = _extra_offsets(tables_end, extras)
     own = {
         key: slab[start : start + shape.numel() * kind.itemsize].view(kind).view(shape)
-        for (key, (shape, kind)), start in zip(extras.shapes.items(), extra_places, strict=False)
+        for (key, (shape, kind)), start in zip(extras.shapes.items(), extra_offsets, strict=False)
     }
     adapter = HostAdapter(
         digest,
@@ -300,7 +300,7 @@ def make_adapter(
         slab,
         ranks,
         scalings,
-        places[-1],
+        offsets[-1],
         tables_end,
         tuple((module, one.rank) for module, one in slices.items()),
         own,
@@ -382,23 +382,23 @@ def _in_order(layout: BaseLayout, modules: Iterable[ModuleShape]) -> list[Module
     return [by_name[name] for name in names if name in by_name]
 
 
-def _places(layout: BaseLayout, modules: Iterable[ModuleShape], dtype: torch.dtype) -> list[int]:
+def _offsets(layout: BaseLayout, modules: Iterable[ModuleShape], dtype: torch.dtype) -> list[int]:
     """Offsets of a and b of each module, in bytes, and last of the tables."""
-    places, end = [], 0
+    offsets, end = [], 0
     for one in _in_order(layout, modules):
         for width in (one.in_features, one.out_features):
-            places.append(end)
+            offsets.append(end)
             end = _aligned(end + one.rank * width * dtype.itemsize)
-    return [*places, end]
+    return [*offsets, end]
 
 
-def _extra_places(tables_end: int, extras: Extras) -> list[int]:
+def _extra_offsets(tables_end: int, extras: Extras) -> list[int]:
     """Offsets of the extras, in bytes, and last the end of the slab."""
-    places, end = [], tables_end
+    offsets, end = [], tables_end
     for shape, dtype in extras.shapes.values():
-        places.append(_aligned(end))
-        end = places[-1] + shape.numel() * dtype.itemsize
-    return [*places, end]
+        offsets.append(_aligned(end))
+        end = offsets[-1] + shape.numel() * dtype.itemsize
+    return [*offsets, end]
 
 
 def _fill_tables(

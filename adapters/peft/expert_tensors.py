@@ -6,7 +6,7 @@ E experts, hidden width H, their own width I; the base's weights are [E, 2 I, H]
     parameters   PEFT from 0.19.1 on: A [E * r, in], expert after expert, and B [out, r * E], rank after rank
     exchanged    PEFT up to 0.19.0 takes inputs for outputs: A [E * r, out] and B [in, r * E]
     one by one   modules of each expert, gate_proj or w1, up_proj or w3, down_proj or w2: A [r, in], B [out, r]
-    stacked      A [E, r, in], B [E, out, r]; of either, 1 in the place of E where all experts share it
+    stacked      A [E, r, in], B [E, out, r]; of either, 1 instead of E where all experts share it
 
 Where a file's gate and up have one A of twice the rank and a B of two blocks, as PEFT converts modules, each gets its
 own half: see `split_blocks`.

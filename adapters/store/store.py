@@ -60,7 +60,7 @@ class AdapterStore:
                    May be set after construction, once the engine has told its sizes
     check_template called with an upload's own chat template; its ValueError refuses the upload
     base_text      the base's tokenizer and templates, which those of adapters are compared with; None = no comparison
-    on_gone        called with a digest after its files were removed, or put in the place of damaged ones, outside all
+    on_gone        called with a digest after its files were removed, or put instead of damaged ones, outside all
                    locks; the API sends Evict then
     shared         whether other processes that say so too may have the store open; see `adapters.store.shared_log`
     on_change      called with a name after another process changed it, in the thread that looked it up

@@ -148,7 +148,7 @@ def finish(schema: dict[str, Any], *, access: Access | None, chunks: dict[str, A
         for method, operation in operations.items():
             operation["responses"].pop("422", None)
             if access is not None:
-                _tell_of_keys(operation, access.need(method.upper(), path), has_tenants=access.has_tenants)
+                _add_key_scheme(operation, access.need(method.upper(), path), has_tenants=access.has_tenants)
             else:
                 operation["responses"].pop("401", None)
                 if path not in _FORBIDDEN_BY_SETTING:
@@ -167,7 +167,7 @@ def finish(schema: dict[str, Any], *, access: Access | None, chunks: dict[str, A
         }
 
 
-def _tell_of_keys(operation: dict[str, Any], need: Need, *, has_tenants: bool) -> None:
+def _add_key_scheme(operation: dict[str, Any], need: Need, *, has_tenants: bool) -> None:
     """Which key the operation wants, and the errors that follow from it."""
     operation["security"] = [] if need == "open" else [{"apiKey": []}]
     statuses = {401} if need != "open" else set()
@@ -185,7 +185,7 @@ def _errors_are_json(responses: dict[str, Any], schema: str) -> None:
 
 
 def serve_openapi(app: FastAPI, access: Access | None, root_path: str = "") -> None:
-    """Have `app` tell its schema, in the place of FastAPI's own way to, and show it at /docs. `access` is None where no
+    """Have `app` tell its schema, instead of FastAPI's own way to, and show it at /docs. `access` is None where no
     key is needed; `root_path` stands before all paths for clients.
 
     To build and write the schema takes 0.2 s, so a thread does it, once, when it is first asked for.

@@ -54,7 +54,7 @@ class PageCache:
             return page
 
     def put(self, key: Hashable, page: WrittenPage) -> None:
-        """Keep it in the place of an older one; those that nobody has asked for make room."""
+        """Keep it instead of an older one; those that nobody has asked for make room."""
         with self._lock:
             before = self._pages.pop(key, None)
             self._pages[key] = page

@@ -104,7 +104,7 @@ class Services:
     base_digest: str = field(init=False)
     calls: QueueLimits = field(init=False)
     logprobs: ClientQuota = field(default_factory=lambda: logprob_shares(MAX_HELD_LOGPROBS))
-    _template_turns: WeakValueDictionary[tuple[str, str], asyncio.Lock] = field(default_factory=WeakValueDictionary)
+    _template_locks: WeakValueDictionary[tuple[str, str], asyncio.Lock] = field(default_factory=WeakValueDictionary)
     _loop: asyncio.AbstractEventLoop | None = None
     _uploads: UploadSlots = field(init=False)
     _no_uploads: asyncio.Event = field(default_factory=asyncio.Event)
@@ -145,15 +145,15 @@ class Services:
         sources = self.store.chat_templates(digest)
         return {name: AdapterTemplate(self.template_workers, one, special_tokens) for name, one in sources.items()}
 
-    def template_turn(self, whose: str) -> asyncio.Lock:
+    def template_lock(self, whose: str) -> asyncio.Lock:
         """Held while a chat with an adapter's own template waits for it to be rendered: of each adapter of a client, or
         of each tenant where there are several, one chat at a time, so that those of one do not stand in the way of
         another's."""
         key = (CLIENT.get(), whose)
-        turn = self._template_turns.get(key)
-        if turn is None:
-            turn = self._template_turns[key] = asyncio.Lock()
-        return turn
+        lock = self._template_locks.get(key)
+        if lock is None:
+            lock = self._template_locks[key] = asyncio.Lock()
+        return lock
 
     @contextmanager
     def uploading(self) -> Iterator[UploadSlot]:

@@ -42,6 +42,6 @@ async def keep_up(lines: RefusalLines = REFUSAL_LINES) -> None:
     while True:
         for _ in range(_TELLS_PER_TRIM):
             await asyncio.sleep(_TELL_SECONDS)
-            lines.tell()
+            lines.report()
         with suppress(RuntimeError):  # where no thread can be started now
             await asyncio.to_thread(trim_heap)

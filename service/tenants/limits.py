@@ -268,17 +268,17 @@ class Tenant:
         if limits.requests_in_flight is not None:
             # When another request ends nobody knows.
             num_open = self._num_everywhere
-            told |= _told("requests", limits.requests_in_flight, num_open, 1 if num_open else 0)
+            told |= _rate_headers("requests", limits.requests_in_flight, num_open, 1 if num_open else 0)
         for name, limit, minute in (
             ("tokens", limits.tokens_per_minute, self._tokens),
             ("uploads", limits.uploads_per_minute, self._uploads),
         ):
             if limit is not None:
-                told |= _told(name, limit, minute.used, minute.seconds_until(0))
+                told |= _rate_headers(name, limit, minute.used, minute.seconds_until(0))
         return told
 
 
-def _told(name: str, limit: int, used: int, reset_seconds: int) -> dict[str, str]:
+def _rate_headers(name: str, limit: int, used: int, reset_seconds: int) -> dict[str, str]:
     return {
         f"x-ratelimit-limit-{name}": str(limit),
         f"x-ratelimit-remaining-{name}": str(max(0, limit - used)),

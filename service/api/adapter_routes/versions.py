@@ -53,7 +53,7 @@ router = APIRouter(tags=["adapters"])
         200: {"model": AdapterResponse, "description": "The name stood for the same content already."},
     },
     openapi_extra={"requestBody": REPLACE_BODY, "parameters": CONDITION_HEADERS},
-    summary="Upload an adapter, in the place of the name's current one if it has one",
+    summary="Upload an adapter, instead of the name's current one if it has one",
 )
 async def put_adapter(request: Request, name: str, query: Annotated[UploadQuery, Query()]) -> JSONResponse:
     """The name stands for the new version in one step: running requests end on the one they began with, new ones use

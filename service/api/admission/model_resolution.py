@@ -44,7 +44,8 @@ class ResolvedModel:
     digest      the adapter's, or the sum's (`adapters.sums`); None for the base
     parts       the adapters with their weights, each content once
     leases      of all adapters that were named
-    turn        what takes turns for an adapter's own template, see `Services.template_turn`
+    template_owner
+                renders one chat at a time by templates of adapters, see `Services.template_lock`
     newest      what the name stands for now, leased, as `resolve` has it; None: it never stands for anything else
     """
 
@@ -53,7 +54,7 @@ class ResolvedModel:
     digest: str | None = None
     parts: tuple[Part, ...] = ()
     leases: tuple[Lease, ...] = ()
-    turn: str = ""
+    template_owner: str = ""
     newest: Callable[[], ResolvedModel] | None = None
 
     @property
@@ -264,5 +265,5 @@ def _resolved(
     if is_sum(digest):
         name, shown = SUMS, " + ".join(f"{part.shown_name} * {part.weight}" for part in parts)
     # Where there are several tenants none of them can have all turns.
-    turn = f"{caller.tenant.name}/" if services.tenants.has_file else digest
-    return ResolvedModel(name, shown, digest, parts, leases, turn)
+    template_owner = f"{caller.tenant.name}/" if services.tenants.has_file else digest
+    return ResolvedModel(name, shown, digest, parts, leases, template_owner)

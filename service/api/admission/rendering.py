@@ -115,7 +115,7 @@ async def rendered_chat(
         return RenderedPrompt(text, "messages", reading, tuple(names), shared)
 
     if target.has_template:
-        async with services.template_turn(target.turn):
+        async with services.template_lock(target.template_owner):
             return await asyncio.wrap_future(services.template_workers.submit(render))
     size_chars = sum(_MESSAGE_CHARS + message.num_chars for message in messages) + tools_chars(tools)
     return await run_in_thread(render, size_chars=size_chars + _cost_chars(given))

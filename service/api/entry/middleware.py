@@ -132,7 +132,7 @@ class EntryMiddleware:
         address = client[0] if client else ""
         CLIENT.set(client_of("", address))  # of a refusal for want of a key
         if (connection := scope.get("multilora.connection")) is not None:  # there is none in tests
-            await connection.turn(CLIENT.get())
+            await connection.wait_to_be_read(CLIENT.get())
         await self._access.refresh(scope["method"], scope["path"])
         caller = self._access.check(scope["method"], scope["path"], visit.headers)
         scope["multilora.caller"] = visit.caller = caller

@@ -216,7 +216,7 @@ class SequenceRun:
         try:
             self._finish(Finished(self._plan.request_id, "abort"))
         except Exception as error:  # raised by `take`
-            self.failure = self._told(error)
+            self.failure = self._client_error(error)
         self._on_news()
         self.close("abort")
 
@@ -247,7 +247,7 @@ class SequenceRun:
                 if self._num_waiting > MAX_WAITING_ENTRIES and self._is_streamed:
                     raise _too_much_waits()
         except Exception as error:  # raised by `take`
-            self.failure = self._told(error)
+            self.failure = self._client_error(error)
         outcome = "error" if self.failure is not None else self._waiting.finish_reason
         if outcome is None and self.timer.num_tokens >= self._plan.sampling.max_tokens:
             return  # the end follows at once, and is told with the last token
@@ -255,7 +255,7 @@ class SequenceRun:
         if outcome is not None:
             self.close(outcome)
 
-    def _told(self, error: Exception) -> Exception:
+    def _client_error(self, error: Exception) -> Exception:
         """The client's error for one of the engine."""
         if not isinstance(error, EngineDied):
             return error

@@ -40,7 +40,7 @@ class Connection(Protocol):
     """The stream's view of `service.api.http.protocol.Protocol`."""
 
     @property
-    def takes_pieces(self) -> bool:
+    def can_write_pieces(self) -> bool:
         """Whether `write_pieces` may be called now."""
 
     def write_pieces(self, pieces: Iterable[bytes]) -> None:
@@ -93,7 +93,7 @@ class EventStream(Response):
         watching = asyncio.create_task(self._watch(receive))
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await self._tell_all(send)
+            await self._send_all(send)
             if not self._is_gone:
                 await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
@@ -114,14 +114,14 @@ class EventStream(Response):
             self._is_gone = True
             self._news.set()
 
-    async def _tell_all(self, send: Send) -> None:
+    async def _send_all(self, send: Send) -> None:
         try:
-            await self._tell(send, self._chunks.first())
-            self._job.listen(self._take_news)
+            await self._send_chunks(send, self._chunks.first())
+            self._job.listen(self._note_news)
             while not self._is_gone and not (self._job.is_finished and self._long is None):
                 self._news.clear()
                 while not self._is_gone and (news := self._poll()) is not None:
-                    await self._tell(send, await self._added(*news))
+                    await self._send_chunks(send, await self._added(*news))
                 if not self._job.is_finished:
                     await self._wait(send)
             await self._settle(None)
@@ -152,7 +152,7 @@ class EventStream(Response):
                 await self._write(send, self._ping)
         self._is_idle = False
 
-    def _take_news(self) -> None:
+    def _note_news(self) -> None:
         """Write what is new if that can be done at once; leave it to the task otherwise."""
         connection = self._connection
         if connection is None or not self._is_idle:
@@ -170,7 +170,7 @@ class EventStream(Response):
         """Whether all that is new has been written, and more is to come."""
         has_news = True
         while has_news:
-            if not connection.takes_pieces:
+            if not connection.can_write_pieces:
                 return False
             if (news := self._job.poll()) is not None:
                 index, piece = news
@@ -194,14 +194,14 @@ class EventStream(Response):
         size_chars = cost_chars([piece])
         return await run_in_thread(partial(list, chunks), size_chars=size_chars) if size_chars else chunks
 
-    async def _tell(self, send: Send, chunks: Iterable[Any]) -> None:
+    async def _send_chunks(self, send: Send, chunks: Iterable[Any]) -> None:
         for chunk in chunks:
             await self._write(send, self._event(chunk))
 
     async def _end(self, send: Send, chunks: Iterable[Any]) -> None:
-        """Tell the last chunks and that there are no more, in one write if that can be done at once."""
+        """Send the last chunks and that there are no more, in one write if that can be done at once."""
         events = [*map(self._event, chunks), *filter(None, [self._last])]
-        if not self._is_gone and self._connection is not None and self._connection.takes_pieces:
+        if not self._is_gone and self._connection is not None and self._connection.can_write_pieces:
             self._connection.write_pieces(events)
             return
         for event in events:

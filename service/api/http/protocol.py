@@ -65,12 +65,12 @@ class Protocol(H11Protocol):
     """
 
     def __init__(
-        self, shares: ConnectionShares, turns: ReadScheduler, count: Callable[[int], None], **named: Any
+        self, shares: ConnectionShares, reads: ReadScheduler, count: Callable[[int], None], **named: Any
     ) -> None:
         super().__init__(**named)
         self.conn: BoundedConnection = BoundedConnection()
         self.app = _WithConnection(self.app, self)
-        self._shares, self._reads, self._count = shares, turns, count
+        self._shares, self._reads, self._count = shares, reads, count
         self._held = b""  # what came before it was this network's turn
         self._held_since = 0.0
         self._is_reading = False
@@ -122,7 +122,7 @@ class Protocol(H11Protocol):
             self._shares.belong(self.tenant, tenant)
             self.tenant = tenant
 
-    async def turn(self, network: str) -> None:
+    async def wait_to_be_read(self, network: str) -> None:
         """Wait until the request whose head has come may be served: of a client behind a trusted proxy, which is of
         this network, as many as one has reads that comes by itself, since heads are read before it is known whose they
         are."""
@@ -136,18 +136,18 @@ class Protocol(H11Protocol):
             await begins
 
     def is_paid_by(self, client: str) -> None:
-        """The request whose head has come is this one's, and so are the turns to read its body."""
+        """The request whose head has come is this one's, whose reads of its body are counted."""
         self._client = client
 
     def reads_upload(self) -> None:
-        """The body that comes is an upload that has its place: what is still to come is read in larger pieces."""
+        """The body that comes is an upload that has its slot: what is still to come is read in larger pieces."""
         if self.conn.their_state is h11.SEND_BODY:
             self._most_read_bytes = _UPLOAD_READ_BYTES
 
     @property
     def _owner(self) -> str:
         """The network whose read budget the next read uses, "" for none. A trusted proxy has none: it sends one
-        client's body at a time, and the client of a head is unknown before the head is read (`turn`)."""
+        client's body at a time, and the client of a head is unknown before the head is read (`wait_to_be_read`)."""
         assert self._is_counted
         return self.network or (self._client if self.conn.their_state is h11.SEND_BODY else "")
 
@@ -229,7 +229,7 @@ class Protocol(H11Protocol):
         return True
 
     @property
-    def takes_pieces(self) -> bool:
+    def can_write_pieces(self) -> bool:
         """Whether `write_pieces` may be called: the answer is sent in chunks, and what was written is gone."""
         return self.conn.sends_chunks and not self.flow.write_paused and not self.cycle.disconnected
 
@@ -327,7 +327,7 @@ class Protocol(H11Protocol):
             LOGGER.info("A connection is closed: %s", why, extra={"fields": {"client": address}})
 
     def _answer(self, error: ApiError, *, linger_seconds: float = _LINGER_SECONDS) -> None:
-        """Answer in the place of the application, and close; where half an answer is out, close.
+        """Answer instead of the application, and close; where half an answer is out, close.
 
         What still comes is thrown away for a while: a client that is still sending would otherwise see a reset and not
         the answer.

@@ -125,7 +125,7 @@ def _summed(counts: list[dict[str, Any]]) -> dict[str, Any]:
 async def _answers(
     request: Request, parsed: list[_Parsed], until_sent: ExitStack, *, fails_whole: bool = False
 ) -> list[dict[str, Any]]:
-    """The answers, in the order of the requests; an error in the place of one that fails, or, with `fails_whole`, what
+    """The answers, in the order of the requests; an error instead of one that fails, or, with `fails_whole`, what
     it raises. `until_sent` gives back what they hold in memory."""
     services = services_of(request)
     checked = await until_disconnect(request, admit_all(services, caller_of(request), parsed))

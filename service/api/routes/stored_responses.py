@@ -102,7 +102,7 @@ class InputItemsQuery(_Included):
 async def get_response(request: Request, response_id: str, query: Annotated[RetrieveQuery, Query()]) -> Response:  # noqa: ARG001
     """The response as it was answered, or as far as it is in the background."""
     stored = await _stored(request, response_id)
-    return _told(request, stored.response, stored.num_bytes)
+    return _answer_of(request, stored.response, stored.num_bytes)
 
 
 @router.get(
@@ -124,7 +124,7 @@ async def list_input_items(request: Request, response_id: str, query: Annotated[
     page = items[: query.limit]
     ids = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
     answer = {"object": "list", "data": page, **ids, "has_more": len(items) > len(page)}
-    return _told(request, answer, stored.num_bytes)
+    return _answer_of(request, answer, stored.num_bytes)
 
 
 @router.delete(
@@ -140,7 +140,7 @@ async def delete_response(request: Request, response_id: str) -> Response:
     if not await in_turn(store.delete, tenant, response_id):
         raise _unknown(response_id)
     await _end(store, response_id)
-    return _told(request, {"id": response_id, "object": "response", "deleted": True}, 0)
+    return _answer_of(request, {"id": response_id, "object": "response", "deleted": True}, 0)
 
 
 @router.post(
@@ -162,7 +162,7 @@ async def cancel_response(request: Request, response_id: str) -> Response:
     if stored.response["status"] == "in_progress":  # on another server, which looks for this
         stored.response["status"] = "cancelled"
         await in_turn(store.put, tenant, stored)
-    return _told(request, stored.response, stored.num_bytes)
+    return _answer_of(request, stored.response, stored.num_bytes)
 
 
 async def conversation_of(
@@ -304,7 +304,7 @@ def _unknown(response_id: str, param: str | None = None) -> UnknownResponse:
     return UnknownResponse(sentence, param=param)
 
 
-def _told(request: Request, answer: dict[str, Any], num_bytes: int) -> Response:
+def _answer_of(request: Request, answer: dict[str, Any], num_bytes: int) -> Response:
     """The answer, which holds slots of calls until it has been sent."""
     with ExitStack() as held:
         held.enter_context(services_of(request).calls.holding(num_slots(num_bytes, CHARS_PER_SLOT)))

@@ -211,7 +211,7 @@ class UnloadLoraRequest(Request):
 
 
 class LoadTensorsRequest(Request):
-    """Body of POST /load_lora_adapter_from_tensors, SGLang's, with safetensors in the place of a pickle."""
+    """Body of POST /load_lora_adapter_from_tensors, SGLang's, with safetensors instead of a pickle."""
 
     unserved = LOAD_TENSORS_FIELDS
 

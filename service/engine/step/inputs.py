@@ -83,11 +83,11 @@ class Runtime(Protocol):
     def Event(self) -> DeviceEvent: ...
 
 
-_MAX_KNOWN = 512  # sizes, and facts, whose places are remembered
+_MAX_KNOWN = 512  # sizes, and facts, whose arrays are remembered
 
 
 @dataclass(frozen=True, slots=True)
-class _Places:
+class _Arrays:
     """The same arrays in each of the host's buffers and in the device's, from one byte to another.
 
     host, device  of `HostArray` and of tensors: `StepArrays` or `SamplerArrays`
@@ -117,8 +117,8 @@ class StepInputs:
         self._device = self._host[0]
         if self._runtime is not None:
             self._device = torch.zeros(num_bytes, dtype=torch.uint8, device=limits.device)
-        self._turn = 0
-        self._known: dict[StepSizes | SamplingFacts, _Places] = {}
+        self._host_index = 0
+        self._known: dict[StepSizes | SamplingFacts, _Arrays] = {}
 
     def fill(
         self,
@@ -138,10 +138,10 @@ class StepInputs:
         Both hold until the next call; on a device the batch's tensors are the same for the same sizes, and those of the
         sampler for the same facts.
         """
-        step = self._places_of_step(sizes)
-        sampler = None if asked is None else self._places_of_sampler(asked.facts)
-        self._wait_for_turn()
-        arrays: StepArrays[HostArray] = step.host[self._turn]
+        step = self._arrays_of_step(sizes)
+        sampler = None if asked is None else self._arrays_of_sampler(asked.facts)
+        self._next_host_buffer()
+        arrays: StepArrays[HostArray] = step.host[self._host_index]
         starts = maps.fill_tokens(arrays, chunks, block_table, self._limits.block_size)
         segments = maps.segments_of(chunks, [len(chunk.token_ids) for chunk in chunks])
         row_segments = segments
@@ -151,13 +151,13 @@ class StepInputs:
             if adapters is not None:
                 maps.fill_adapters(adapters, its, self._limits.non_lora_groups)
         if asked is not None and sampler is not None:
-            asked.fill(sampler.host[self._turn])
-            sampler.host[self._turn].sampled_slots.put(sampled_slots)
+            asked.fill(sampler.host[self._host_index])
+            sampler.host[self._host_index].sampled_slots.put(sampled_slots)
         self._send(step.start, step.end if sampler is None else sampler.end)
         batch = _batch(step.device, chunks, starts, block_tuples, segments, row_segments, sizes)
         return batch, None if sampler is None else sampler.device
 
-    def _places_of_step(self, sizes: StepSizes) -> _Places:
+    def _arrays_of_step(self, sizes: StepSizes) -> _Arrays:
         known = self._known.get(sizes)
         if known is None:
             lay = self._lay_step(sizes)
@@ -166,7 +166,7 @@ class StepInputs:
             known = self._remembered(sizes, lay, start)
         return known
 
-    def _places_of_sampler(self, facts: SamplingFacts) -> _Places:
+    def _arrays_of_sampler(self, facts: SamplingFacts) -> _Arrays:
         return self._known.get(facts) or self._remembered(facts, _lay_sampler(facts), self._middle)
 
     def _lay_step(self, sizes: StepSizes) -> Callable[[Layout[Any]], StepArrays[Any]]:
@@ -177,18 +177,18 @@ class StepInputs:
         lay(layout)
         return layout.end
 
-    def _remembered(self, key: StepSizes | SamplingFacts, lay: Callable[[Layout[Any]], Any], start: int) -> _Places:
+    def _remembered(self, key: StepSizes | SamplingFacts, lay: Callable[[Layout[Any]], Any], start: int) -> _Arrays:
         if len(self._known) == _MAX_KNOWN:
             self._known.clear()
         host = tuple(lay(in_host(buffer, self._number, start)) for buffer in self._host_bytes)
         on_device = in_tensor(self._device, self._number, start)
-        self._known[key] = _Places(host, lay(on_device), start, on_device.end)
+        self._known[key] = _Arrays(host, lay(on_device), start, on_device.end)
         return self._known[key]
 
-    def _wait_for_turn(self) -> None:
-        """Turn to a host buffer that no copy reads any more."""
-        self._turn = (self._turn + 1) % len(self._host)
-        copied = self._copied[self._turn]
+    def _next_host_buffer(self) -> None:
+        """Go on to the next host buffer, once no copy reads it."""
+        self._host_index = (self._host_index + 1) % len(self._host)
+        copied = self._copied[self._host_index]
         if copied is not None:
             copied.synchronize()
 
@@ -196,10 +196,10 @@ class StepInputs:
         """Bring these bytes of the host's buffer to the device."""
         if self._runtime is None:
             return
-        self._device[start:end].copy_(self._host[self._turn][start:end], non_blocking=True)
+        self._device[start:end].copy_(self._host[self._host_index][start:end], non_blocking=True)
         event = self._runtime.Event()
         event.record()
-        self._copied[self._turn] = event
+        self._copied[self._host_index] = event
 
     def _host_buffer(self, num_bytes: int) -> torch.Tensor:
         return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=self._limits.device.type != "cpu")

@@ -182,7 +182,7 @@ class PooledStep:
     def read(self, packed: np.ndarray, head_of: Callable[[str], ScoreHead | None]) -> np.ndarray:
         """Give the sequences what is theirs of the packed numbers, int32 [n] on the host; returns the rest.
 
-        head_of  the score head of an adapter that runs, whose logits some want in the place of their vector: computed
+        head_of  the score head of an adapter that runs, whose logits some want instead of their vector: computed
                  here, since it is a small product, and heads have all shapes
         """
         for sequence, vector in zip(self.sequences, self.vectors, strict=True):

@@ -144,7 +144,7 @@ def render(source: str | None) -> tuple[list[str], Words]:
         tokenizer=words,
         adapter_templates=lambda _digest, _tokens: {"default": template},
         template_workers=workers,
-        template_turn=lambda _digest: asyncio.Lock(),
+        template_lock=lambda _digest: asyncio.Lock(),
         engine=SimpleNamespace(ready=None),
     )
 
@@ -248,7 +248,7 @@ def full(template: Template) -> Iterator[Services]:
         templates={},
         adapter_templates=lambda digest, _tokens: {"default": template.of(digest)},
         template_workers=workers,
-        template_turn=lambda digest: turns.setdefault(digest, asyncio.Lock()),
+        template_lock=lambda digest: turns.setdefault(digest, asyncio.Lock()),
         engine=SimpleNamespace(ready=READY, state="ready"),
         settings=SimpleNamespace(**vars(SETTINGS), max_choices=4, max_logprobs=20),
         queue=QueueLimits(30),

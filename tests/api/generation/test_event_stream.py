@@ -79,11 +79,11 @@ class Client:
         self.reads, self.goes = asyncio.Event(), asyncio.Event()
 
     @property
-    def takes_pieces(self) -> bool:
+    def can_write_pieces(self) -> bool:
         return self.reads.is_set()
 
     def write_pieces(self, pieces: Iterable[bytes]) -> None:
-        assert self.takes_pieces
+        assert self.can_write_pieces
         self._get(pieces)
         self.num_at_once += 1
 

@@ -307,7 +307,7 @@ async def served_behind_a_proxy(names: list[str], most: int) -> list[str]:
 
     async def application(scope: Any, receive: Any, send: Any) -> None:
         name = scope["path"].strip("/")
-        await scope["multilora.connection"].turn(name)
+        await scope["multilora.connection"].wait_to_be_read(name)
         served.append(name)
         await nothing(scope, receive, send)
 

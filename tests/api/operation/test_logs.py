@@ -49,11 +49,11 @@ def test_a_payer_has_its_lines_and_what_is_left_out_is_told_once(
     assert lines.may_write("two"), "one client's flood costs no other its lines"
     clock.now += 59.9
     assert not lines.may_write("one")
-    lines.tell()
+    lines.report()
     assert not told(caplog), "the minute is not over"
     clock.now += 0.2
-    lines.tell()
-    lines.tell()
+    lines.report()
+    lines.report()
     assert told(caplog) == [{"payer": "one", "left_out": 8, "written": 3}]
     assert [lines.may_write("one") for _ in range(4)] == [True] * 3 + [False]
 
@@ -72,7 +72,7 @@ def test_a_client_of_many_addresses_has_no_lines_without_end(
     written = sum(lines.may_write(f"2001:db8:0:{number:x}::/64") for number in range(10_000))
     assert written == 256 + 3
     clock.now += 61
-    lines.tell()
+    lines.report()
     assert told(caplog) == [{"payer": "others", "left_out": 10_000 - 256 - 3, "written": 3}]
 
 
