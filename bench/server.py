@@ -22,17 +22,23 @@ def start(model_dir: Path, work_dir: Path, *, dtype: str, num_threads: int, **se
     return start_server(model_dir, work_dir, model_name="base", dtype=dtype, num_threads=num_threads, **settings)
 
 
-def upload(server: Server, name: str, directory: Path, *, lora_alpha: int | None = None) -> None:
-    """Another `lora_alpha` than the adapter's own makes it another adapter."""
+def upload(
+    server: Server, name: str, directory: Path, *, lora_alpha: int | None = None, is_version: bool = False
+) -> None:
+    """Another `lora_alpha` than the adapter's own makes it another adapter. is_version: of a name that there is."""
     config = json.loads((directory / "adapter_config.json").read_text())
     if lora_alpha is not None:
         config["lora_alpha"] = lora_alpha
-    parts = {
-        "name": (None, name),
+    parts: dict[str, Any] = {
         "adapter_config": ("adapter_config.json", json.dumps(config).encode()),
         "adapter_model": ("adapter_model.safetensors", (directory / "adapter_model.safetensors").read_bytes()),
     }
-    server.post("/v1/adapters", files=parts).raise_for_status()
+    if is_version:
+        answer = server.http.put(f"{server.url}/v1/adapters/{name}", files=parts)
+    else:
+        answer = server.post("/v1/adapters", files=parts | {"name": (None, name)})
+    if answer.is_error:
+        raise RuntimeError(f"{name} was refused: {answer.text}")
 
 
 def delete(server: Server, name: str) -> None:

@@ -16,11 +16,14 @@ from urllib.parse import urlsplit
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """token_seconds: when each event with text came, or the one answer; on the clock of `time.perf_counter`."""
+    """token_seconds: when each event with text came, or the one answer; on the clock of `time.perf_counter`. Of the
+    prompt's tokens, those that were found in a prefix cache: OpenAI's routes tell both."""
 
     text: str
     num_tokens: int
     token_seconds: tuple[float, ...]
+    num_prompt: int = 0
+    num_cached: int = 0
 
 
 def complete_all(
@@ -94,7 +97,13 @@ def _checked(pieces: Sequence[tuple[float, bytes]]) -> bytes:
 
 def _whole(pieces: Sequence[tuple[float, bytes]]) -> Answer:
     answer = json.loads(_checked(pieces))
-    return Answer(answer["choices"][0]["text"], answer["usage"]["completion_tokens"], (pieces[-1][0],))
+    usage = answer["usage"]
+    return Answer(answer["choices"][0]["text"], usage["completion_tokens"], (pieces[-1][0],), *_prompt_of(usage))
+
+
+def _prompt_of(usage: dict[str, Any]) -> tuple[int, int]:
+    details = usage.get("prompt_tokens_details") or {}
+    return usage.get("prompt_tokens", 0), details.get("cached_tokens", 0)
 
 
 def _streamed(pieces: Sequence[tuple[float, bytes]]) -> Answer:
@@ -102,7 +111,7 @@ def _streamed(pieces: Sequence[tuple[float, bytes]]) -> Answer:
     _checked(pieces)
     texts: list[str] = []
     times: list[float] = []
-    num_tokens, is_done, rest = 0, False, b""
+    num_tokens, of_prompt, is_done, rest = 0, (0, 0), False, b""
     for seconds, piece in pieces:
         *events, rest = (rest + piece).split(b"\n\n")
         for event in events:
@@ -116,17 +125,22 @@ def _streamed(pieces: Sequence[tuple[float, bytes]]) -> Answer:
             is_done |= message.get("type") == "message_stop"
             if message.get("usage"):
                 num_tokens = message["usage"].get("completion_tokens") or message["usage"]["output_tokens"]
+                of_prompt = _prompt_of(message["usage"])
             if text := _text_of(message):
                 texts.append(text)
                 times.append(seconds)
     if not is_done:
         raise RuntimeError("a stream broke off")
-    return Answer("".join(texts), num_tokens, tuple(times))
+    return Answer("".join(texts), num_tokens, tuple(times), *of_prompt)
 
 
 def _text_of(event: dict[str, Any]) -> str:
-    """New text of one event: of completions, of chats, or of Anthropic's messages."""
+    """New text of one event: of completions, of chats, thoughts too, or of Anthropic's messages."""
     if event.get("type") == "content_block_delta":
         return str(event["delta"]["text"])
     choices = event.get("choices", ())
-    return "".join(choice["text"] if "text" in choice else choice["delta"].get("content") or "" for choice in choices)
+    return "".join(choice["text"] if "text" in choice else _new_in(choice["delta"]) for choice in choices)
+
+
+def _new_in(delta: dict[str, Any]) -> str:
+    return (delta.get("reasoning") or "") + (delta.get("content") or "")

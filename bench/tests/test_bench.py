@@ -68,6 +68,17 @@ def test_the_prefix_cache_is_measured_beside_an_engine_without_it(tmp_path: Path
     assert figures["chats"]["found_tokens"] > 0
 
 
+@pytest.mark.wide
+def test_the_prefix_cache_is_measured_over_http(tmp_path: Path) -> None:
+    sizes = "--users 2 --turns 2 --requests 16 --system-tokens 96 --own-tokens 32 --adapters 2 --sessions 2"
+    figures = _run("bench.http.prefix", tmp_path, *sizes.split(), "--kv-bytes", "8MiB")
+    assert figures["chats"]["found_tokens"] > 0 and len(figures["chats"]["first_token_ms_p50_by_turn"]) == 2
+    assert all(figures["shared"][kind]["hits"] == 8 for kind in ("chats", "raw"))
+    counts = figures["adapters"]
+    assert [counts[name] for name in ("first_found_anything", "second_found_all", "moved_found_anything")] == [0, 2, 0]
+    assert figures["replicas"]["two_of_one"] > 0
+
+
 def test_the_prefix_cache_of_a_model_with_states_keeps_some_and_changes_no_token(tmp_path: Path) -> None:
     figures = _run("bench.steps.prefix", tmp_path, "--long-prompt", "480", "--shape", "qwen3_5-tiny")["chats"]
     assert figures["states_at_most"] == 3 and figures["states_kept"] > 0
