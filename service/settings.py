@@ -216,8 +216,8 @@ class Settings(BaseSettings):
 
     max_queued_requests: Count = Field(
         default_factory=usual_queue,
-        description="largest number of sequences of one client that wait or run; several clients have as many each as "
-        "they leave free of twice as many; beyond it requests get 429; default: one for 8 MiB of memory, 512 to 4096",
+        description="largest number of sequences of one client that wait or run; beside others it may have half of "
+        "what they leave of twice as many; beyond it requests get 429; default: one for 8 MiB of memory, 512 to 4096",
     )
     max_connections: Count = Field(
         default_factory=usual_connections,
@@ -244,8 +244,8 @@ class Settings(BaseSettings):
     )
     max_buffered_bytes: Size = Field(
         ByteSize(64 * MIB),
-        description="largest size of all JSON request bodies that are being read; one client has half of it, several "
-        "as much each as they leave free; beyond it all but small requests get 429",
+        description="largest size of all JSON request bodies that are being read; a client may have half of what "
+        "others leave of it; beyond it all but small requests get 429",
     )
     max_upload_bytes: Size = Field(
         ByteSize(2048 * MIB), description="largest size of an adapter upload, packed and unpacked"
@@ -259,8 +259,8 @@ class Settings(BaseSettings):
     )
     max_ephemeral_bytes: Size = Field(
         ByteSize(4096 * MIB),
-        description="largest size of ephemeral versions in memory together; one client has half of it, several as "
-        "much each as they leave free; beyond it uploads get 429; 0 refuses them",
+        description="largest size of ephemeral versions in memory together; a client may have half of what others "
+        "leave of it; beyond it uploads get 429; 0 refuses them",
     )
     responses_store_bytes: Size = Field(
         ByteSize(0),
@@ -271,13 +271,13 @@ class Settings(BaseSettings):
         16,
         ge=1,
         le=64,
-        description="largest number of uploads at a time; one client has half of them, several as many each as they "
-        "leave free, at least one; beyond it uploads get 429",
+        description="largest number of uploads at a time; a client may have half of what others leave of it, and at "
+        "least one; beyond it uploads get 429",
     )
     max_staging_bytes: Size | None = Field(
         None,
-        description="largest size of unfinished uploads on the disk together; one client has half of it, several as "
-        "much each as they leave free; beyond it uploads get 429; default: eight times max-upload-bytes",
+        description="largest size of unfinished uploads on the disk together; a client may have half of what "
+        "others leave of it; beyond it uploads get 429; default: eight times max-upload-bytes",
     )
     min_free_disk_bytes: Size = Field(
         ByteSize(256 * MIB), description="uploads that would leave less than this free on the disk get 507"

@@ -18,7 +18,7 @@ from typing import Any
 from adapters.files.paths import DEFAULT_TEMPLATE, TEMPLATE_FILE
 from adapters.text.side_files import TEMPLATES_FOLDER
 from adapters.text.tokenizer_files import named_templates
-from service.text.content_parts import PROBE_TOOL, ContentForms
+from service.text.content_parts import PROBE_TOOL, SYSTEM_ROLES, ContentForms
 from service.text.generic_tools import written_into_texts
 from service.text.template_sandbox import TemplateError, template_environment
 from service.text.tokenizer import TextError, read_json
@@ -29,7 +29,6 @@ _MAX_TEMPLATE_BYTES = 1 << 20
 # The name of the template for chats with tools, where a model has one.
 TOOL_TEMPLATE = "tool_use"
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
-_SYSTEM_ROLES = ("system", "developer")
 _OTHER_CHAT = {"role": "user", "content": "?"}
 
 
@@ -162,7 +161,7 @@ def shared_beginnings(
     """Characters of a chat's rendered text that later prompts are likely to begin with: system prompt and tools, which
     other chats share, and what stands before the generation prompt, in whose place the next turn has the answer without
     its thoughts. Found by rendering such chats with the template's `render`; none where it refuses them."""
-    system = list(takewhile(lambda message: message["role"] in _SYSTEM_ROLES, messages))
+    system = list(takewhile(lambda message: message["role"] in SYSTEM_ROLES, messages))
     chats: list[tuple[Sequence[Mapping[str, Any]], bool]] = []
     if system or tools:
         chats.append(([*system, _OTHER_CHAT], add_generation_prompt))

@@ -14,6 +14,8 @@ from typing import Any, Literal, NoReturn
 from service.text.template_sandbox import TemplateError
 
 Message = dict[str, Any]
+# Roles of the messages before a conversation.
+SYSTEM_ROLES = ("system", "developer")
 Render = Callable[[list[Message], list[Message] | None], str | None]
 
 _FIRST, _TEXTS = "probeonefirst", ("probeonefirst", "probetwosecond", "probefourthird")

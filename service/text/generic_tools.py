@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from service.text.calls.hermes import END, START
-from service.text.content_parts import Message, text_of
+from service.text.content_parts import SYSTEM_ROLES, Message, text_of
 
 _PROMPT = f"""# Tools
 
@@ -24,7 +24,6 @@ To call a function, write its name and its arguments as a JSON object within {ST
 {{"name": <name of the function>, "arguments": <object of arguments>}}
 {END}
 What the call returns then comes within <tool_response></tool_response>."""
-_SYSTEM_ROLES = ("system", "developer")
 
 
 def has_calls(messages: Sequence[Mapping[str, Any]]) -> bool:
@@ -59,7 +58,7 @@ def written_into_texts(
 def _with_prompt(messages: list[Message], tools: Sequence[Mapping[str, Any]], *, takes_system: bool) -> list[Message]:
     prompt = _PROMPT % "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     if takes_system:
-        if messages and messages[0].get("role") in _SYSTEM_ROLES:
+        if messages and messages[0].get("role") in SYSTEM_ROLES:
             first = {**messages[0], "content": f"{text_of(messages[0].get('content'))}\n\n{prompt}"}
             return [first, *messages[1:]]
         return [{"role": "system", "content": prompt}, *messages]
