@@ -38,6 +38,7 @@ from kernels.linear.triton_cuda_kernels import (
     gather_kernel,
     quantised_linear_kernel,
     round_kernel,
+    sum_splits_kernel,
 )
 from kernels.platform import in_use
 
@@ -47,8 +48,8 @@ log = logging.getLogger(__name__)
 _ROWS_BLOCK = 64
 # Bytes of the scratch memory, fewest rows in it, and rows of a tile that are dequantised.
 _SCRATCH_BYTES, _MIN_ROWS, _DEQUANTISED_ROWS = 128 << 20, 256, 32
-# Tiles of one product whose inputs are split.
-_MAX_SPLIT_TILES = 1 << 14
+# Tokens of a program that sums splits, and splits whose products it loads at a time.
+_SUMMED_TOKENS, _SUMMED_AHEAD = 8, 8
 _FLOAT8 = (8, 9)
 # Of products of codes by codes: torch's multiple of outputs, blocks of inputs rounded at a time, and rows of a tile.
 _ROUNDED_OUT, _ROUNDED_BLOCKS, _GATHERED_ROWS = 16, 32, 64
@@ -72,7 +73,6 @@ def pack_quantised(weight: Quantised, bias: torch.Tensor | None, dtype: torch.dt
     parts = (held.codes, held.scales, tiled.offsets, weight.table, weight.order, bias)
     nbytes = sum(part.nbytes for part in parts if part is not None)
     _scratch.take(device, _scratch_rows(weight.in_features, dtype) * weight.in_features * dtype.itemsize)
-    _counters(device)
     out_features, in_features = weight.out_features, weight.in_features
     return PackedWeight(held.codes, bias, dtype, out_features, in_features, "triton_cuda", nbytes, tiled=tiled)
 
@@ -137,7 +137,6 @@ def linear_window(
         rows,
         out,
         partials,
-        _counters(x.device),
         x.shape[0],
         weight.in_features,
         weight.out_features,
@@ -163,6 +162,25 @@ def linear_window(
         **tiled.constants(),
         **launch_options_of(x.device),
     )
+    if splits > 1:
+        sum_splits_kernel[(grid[0], -(-x.shape[0] // _SUMMED_TOKENS))](
+            partials,
+            weight.bias,
+            out,
+            x.shape[0],
+            weight.out_features,
+            num_columns,
+            code_tiles,
+            grid[1],
+            splits,
+            HAS_BIAS=weight.bias is not None,
+            BLOCK_OUT=chosen.block_out,
+            BLOCK_TOKENS=chosen.block_tokens,
+            ROWS=_SUMMED_TOKENS,
+            AHEAD=_SUMMED_AHEAD,
+            num_warps=4,
+            **launch_options_of(x.device),
+        )
     return out
 
 
@@ -215,7 +233,9 @@ def warm_up(weights: Sequence[PackedWeight], max_tokens: int, max_window_rows: i
 
 def compiled_count() -> int:
     """Number of compiled variants in this process."""
-    return triton_launch.count_compiled(quantised_linear_kernel, dequantise_kernel, gather_kernel, round_kernel)
+    return triton_launch.count_compiled(
+        quantised_linear_kernel, sum_splits_kernel, dequantise_kernel, gather_kernel, round_kernel
+    )
 
 
 CONTRACT = Contract(warm_up=warm_up, compiled_count=compiled_count, replayable=True)
@@ -353,11 +373,6 @@ def _grid(weight: PackedWeight, num_columns: int, num_tokens: int, chosen: TileC
     num_tiles = -(-weight.out_features // chosen.block_out)
     num_tiles += -(-(num_columns - weight.out_features) // chosen.block_out)
     return num_tiles, -(-num_tokens // chosen.block_tokens)
-
-
-@functools.cache
-def _counters(device: torch.device) -> torch.Tensor:
-    return torch.zeros(_MAX_SPLIT_TILES, dtype=torch.int32, device=device)
 
 
 @functools.cache

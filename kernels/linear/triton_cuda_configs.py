@@ -53,7 +53,7 @@ TABLE: dict[int, dict[int, TileConfig]] = {
         256: TileConfig(128, 128, 8, 3),
     },
     4: {
-        16: TileConfig(128, 16, 4, 4),
+        16: TileConfig(128, 16, 4, 3),
         32: TileConfig(128, 32, 4, 4),
         64: TileConfig(128, 64, 4, 3),
         128: TileConfig(128, 128, 8, 3),

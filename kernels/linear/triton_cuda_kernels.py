@@ -2,7 +2,8 @@
 them."""
 
 # Triton's functions are untyped.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, no-redef"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, no-redef, assignment, var-annotated"
+# ruff: noqa: RUF005
 
 from __future__ import annotations
 
@@ -33,8 +34,7 @@ def quantised_linear_kernel(
     bias_ptr,  # [out_features]
     rows_ptr,  # [num_columns - out_features, in_features] of x's dtype
     out_ptr,  # [tokens, num_columns]
-    partials_ptr,  # float32, a tile of products for each program
-    counters_ptr,  # int32, one for each tile: programs that are done; zero before and after
+    partials_ptr,  # float32, a tile of products for each program, where there are several splits
     num_tokens,
     in_features,
     out_features,
@@ -122,25 +122,66 @@ def quantised_linear_kernel(
                 rows = tl.load(row_places + position[None, :], mask=position[None, :] < in_features, other=0.0)
             x = inputs(x_ptr, token_read, x_stride, block * BLOCK_ROWS, in_features, BLOCK_ROWS, IS_EVEN)
             total = tl.dot(rows, tl.trans(x), total)
-    is_last = True
     if num_splits > 1:
-        # The last program of a tile to be done adds all parts up, in the order of the inputs.
-        place = tile * tl.num_programs(1) + tl.program_id(1)
-        within = tl.arange(0, BLOCK_OUT)[:, None] * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)[None, :]
-        tile_ptr = partials_ptr + place.to(tl.int64) * num_splits * BLOCK_OUT * BLOCK_TOKENS + within
-        tl.store(tile_ptr + split * BLOCK_OUT * BLOCK_TOKENS, total)
-        tl.debug_barrier()
-        is_last = tl.atomic_add(counters_ptr + place, 1, sem="acq_rel") == num_splits - 1
-        if is_last:
-            total = tl.zeros((BLOCK_OUT, BLOCK_TOKENS), tl.float32)
-            for part in tl.range(num_splits, num_stages=1):
-                total += tl.load(tile_ptr + part * BLOCK_OUT * BLOCK_TOKENS, cache_modifier=".cg")
-            tl.store(counters_ptr + place, 0)
-    if is_last:
+        place = (tile * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * num_splits + split
+        row = tl.arange(0, BLOCK_TOKENS)
+        within = row[None, :] * BLOCK_OUT + tl.arange(0, BLOCK_OUT)[:, None]
+        part_places = partials_ptr + place * BLOCK_OUT * BLOCK_TOKENS + within
+        tl.store(part_places, total, mask=token[None, :] < num_tokens)
+    else:
         if HAS_BIAS:
             total += tl.load(bias_ptr + column, mask=column < out_features, other=0.0).to(tl.float32)[:, None]
         places = out_ptr + token[None, :].to(tl.int64) * num_columns + column[:, None]
         tl.store(places, total.to(dtype), mask=(column[:, None] < column_end) & (token[None, :] < num_tokens))
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_code_tiles", "num_token_tiles", "num_splits"])
+def sum_splits_kernel(
+    partials_ptr,  # as above, and so on
+    bias_ptr,
+    out_ptr,
+    num_tokens,
+    out_features,
+    num_columns,
+    num_code_tiles,
+    num_token_tiles,
+    num_splits,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+):
+    """Grid (tiles of columns, rows of tokens). Adds the splits' products up in the order of the inputs, AHEAD of them
+    loaded at a time."""
+    tile = tl.program_id(0)
+    token = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    column = tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    column_end = out_features
+    if tile >= num_code_tiles:
+        column += out_features - num_code_tiles * BLOCK_OUT
+        column_end = num_columns
+    is_token = (token < num_tokens)[:, None]
+    place = (tile * num_token_tiles + token // BLOCK_TOKENS).to(tl.int64) * num_splits
+    place = place * BLOCK_TOKENS + token % BLOCK_TOKENS
+    places = partials_ptr + place[:, None] * BLOCK_OUT + tl.arange(0, BLOCK_OUT)[None, :]
+    total = tl.zeros((ROWS, BLOCK_OUT), tl.float32)
+    if DEPENDENT_LAUNCH:
+        gdc_wait()
+        gdc_launch_dependents()
+    for first in range(0, num_splits, AHEAD):
+        parts = ()
+        for ahead in tl.static_range(AHEAD):
+            is_part = is_token & (first + ahead < num_splits)
+            part = tl.load(places + (first + ahead) * (BLOCK_TOKENS * BLOCK_OUT), mask=is_part, other=0.0)
+            parts = parts + (part,)
+        for ahead in tl.static_range(AHEAD):
+            total += parts[ahead]
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + column, mask=column < out_features, other=0.0).to(tl.float32)[None, :]
+    out_places = out_ptr + token[:, None].to(tl.int64) * num_columns + column[None, :]
+    tl.store(out_places, total.to(out_ptr.dtype.element_ty), mask=is_token & (column < column_end)[None, :])
 
 
 @triton.jit(do_not_specialize=["first_row", "last_row", "num_groups"])
