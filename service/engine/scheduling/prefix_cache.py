@@ -187,12 +187,14 @@ class PrefixCache:
 
     # ---- the way of a sequence that runs
 
-    def start(self, sequence: Sequence, expected: int) -> None:
+    def start(self, sequence: Sequence, expected: int, found: Found | None = None) -> None:
         """Open the sequence's account with what is found for it, and let it begin behind that.
 
         expected  blocks that it will need
+        found     by `find`, if no block was taken or freed since then; the line that it has taken may have been a state
         """
-        found = self.find(sequence)
+        if found is None or self.lines.most_kept:
+            found = self.find(sequence)
         if found.source and self.num_idle_in(found) >= self._blocks.num_free:
             found = self.find(sequence, may_copy=False)
         num_tokens = found.num_tokens
@@ -210,8 +212,7 @@ class PrefixCache:
         way = self._way_of(sequence)
         way.num_nodes, way.awaited, way.num_here, way.has_loaded = len(found.nodes), None, None, False
         way.first_own = min(way.first_own, way.num_nodes)
-        nodes = self._walk(way, way.num_nodes)
-        self._arrive(way, nodes[-1] if nodes else self.trie.use_root(way.scope))
+        self._arrive(way, found.nodes[-1] if found.nodes else self.trie.use_root(way.scope))
 
     def follow(self, sequence: Sequence) -> None:
         """A step of the sequence is scheduled."""

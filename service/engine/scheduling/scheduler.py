@@ -35,6 +35,7 @@ from service.engine.loras.prefetch import AdapterLoads
 from service.engine.scheduling.fair_queue import FairQueue, Flow, age
 from service.engine.scheduling.kv_blocks import BlockPool
 from service.engine.scheduling.prefix_cache import PrefixCache
+from service.engine.scheduling.prefix_trie import Found
 from service.engine.scheduling.row_reservations import RowReservations
 from service.engine.scheduling.state_lines import StateLines
 from service.engine.scheduling.version_moves import VersionMoves, set_adapter
@@ -262,7 +263,7 @@ class Scheduler:
                 self.adapter_loads.acquire(sequence.adapter)
                 if sequence.waited_seconds is None and sequence.came_from != "device":
                     sequence.loads = self.adapter_loads.loads_since(sequence.adapter, sequence.came_at[0])
-            self._start(sequence)
+            self._start(sequence, None if is_short else found)
             prompts.append(sequence)
             free_blocks = self._free_blocks()
 
@@ -316,13 +317,13 @@ class Scheduler:
             self.preempt(one)
         return True
 
-    def _start(self, sequence: Sequence) -> None:
-        """The sequence runs from now on, its pin being taken already."""
+    def _start(self, sequence: Sequence, found: Found | None) -> None:
+        """The sequence runs from now on, its pin being taken already; found: as in `PrefixCache.start`."""
         sequence.slot, sequence.line = self.slots.acquire(), self.lines.acquire()
         sequence.has_begun = False
         self._queue.start(sequence)
         insort(self.running, sequence, key=age)
-        self.cache.start(sequence, self._blocks_for(sequence.max_total))
+        self.cache.start(sequence, self._blocks_for(sequence.max_total), found)
 
     def _stop(self, sequence: Sequence) -> None:
         """Stop a running sequence: free its slot, line, blocks and pin."""

@@ -32,6 +32,7 @@ from service.engine.model.graphs import CapturedSteps
 from service.engine.model.padding import StepSizes
 from service.engine.model.runner import Capacity
 from service.engine.scheduling.host_prefixes import Pairs
+from service.engine.scheduling.prefix_trie import Found
 from service.engine.scheduling.state_lines import StateLines
 from service.engine.sequences.sequence import Sequence as RunningSequence
 from service.grammars.matching import TokenTable
@@ -581,9 +582,9 @@ def make_mock_engine(
     runner.sequence_in = lambda slot: next((one for one in engine.scheduler.running if one.slot == slot), None)
     start = engine.cache.start
 
-    def start_anew(sequence: RunningSequence, expected: int) -> None:
+    def start_anew(sequence: RunningSequence, expected: int, found: Found | None = None) -> None:
         runner.computed_by.pop(sequence.key, None)
-        start(sequence, expected)
+        start(sequence, expected, found)
 
     engine.cache.start = start_anew  # type: ignore[method-assign]
     lines = engine.lines
