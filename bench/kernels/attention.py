@@ -283,7 +283,7 @@ def measure_mixed() -> None:
         for kind in kinds:
             tile = tile_for(TABLES["any"], heads, kind)
             at_least = max(1, plan.min_split_blocks * plan.tile.block_n // tile.block_n)
-            chosen = LaunchPlan(tile, plan.num_splits, at_least)
+            chosen = replace(plan, tile=tile, min_split_blocks=at_least)
 
             def call(chosen: LaunchPlan = chosen, a: Arguments = arguments) -> torch.Tensor:
                 out, scale = torch.empty_like(a.q), a.q.shape[-1] ** -0.5

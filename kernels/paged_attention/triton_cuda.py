@@ -28,13 +28,15 @@ from kernels.paged_attention.triton_cuda_configs import (
 from kernels.paged_attention.triton_cuda_kernels import add_parts_kernel, paged_attention_kernel, sum_splits_kernel
 from kernels.platform import in_use
 from kernels.shapes import ProbeShapes
-from kernels.triton_launch import Workspace, count_compiled
+from kernels.triton_launch import Workspace, count_compiled, launch_options, launches_dependently
 
 _LOG2_E = math.log2(math.e)
 # Tokens of one sequence, and whether it is a decode step: one of each kind of tile.
-_KINDS = ((1, True), (1, False), (2, False))
-# Parts that are loaded before they are added.
-_PARTS_AHEAD = 4
+_KINDS = ((1, True), (1, False), (16, False))
+# Splits and most programs: a launch that loops is of the tile of mixed steps alone.
+_FORMS = ((1, None), (2, None), (2, 1))
+# Parts, and results of splits, that are loaded before they are added.
+_PARTS_AHEAD, _SUMMED_AHEAD = 4, 8
 
 
 def paged_attention(
@@ -66,11 +68,18 @@ def paged_attention(
         max_kv_tokens = max_blocks * block_size
         plan = plan_for(in_use(q.device), heads, num_tokens, num_sequences, max_kv_tokens, is_decode=maps.is_decode)
     tile, groups, is_split = plan.tile, num_heads // kv_heads, plan.num_splits > 1
+    # Parts at fixed positions leave many splits of short sequences empty, which one_token would launch programs for.
+    one_token = maps.is_decode and not plan.fixed_blocks
     block_d = max(16, triton.next_power_of_2(head_dim))
-    target, lse = out, None
+    target, lse, dependent = out, None, launches_dependently(q.device)
     if is_split:
         target, lse = _split_buffers(plan, num_tokens * num_heads, head_dim, q.device)
-    paged_attention_kernel[num_tokens // (tile.block_m // groups) + num_sequences + 1, kv_heads, plan.num_splits](
+    num_tiles = num_tokens if one_token else min(num_tokens, num_tokens // (tile.block_m // groups) + num_sequences + 1)
+    num_programs = num_tiles * plan.num_splits
+    most_programs = plan.max_programs if is_split else None
+    if most_programs is not None:
+        num_programs = min(num_programs, most_programs)
+    paged_attention_kernel[(num_programs * kv_heads,)](
         q,
         k_cache,
         v_cache,
@@ -104,6 +113,9 @@ def paged_attention(
         SPLIT=is_split,
         PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
         FIXED_BLOCKS=plan.fixed_blocks,
+        ONE_TOKEN=one_token,
+        DEPENDENT_LAUNCH=dependent,
+        LOOPS=most_programs is not None,
         num_warps=tile.num_warps,
         # Blocks that all rows of a tile see are computed apart, and must be rounded as the others are.
         enable_fp_fusion=not plan.fixed_blocks,
@@ -120,7 +132,14 @@ def paged_attention(
         )
     elif is_split:
         sum_splits_kernel[num_tokens, num_heads](
-            target, lse, out, plan.num_splits, HEAD_DIM=head_dim, BLOCK_D=block_d, MAX_SPLITS=MAX_SPLITS, num_warps=4
+            *(target, lse, out, plan.num_splits),
+            HEAD_DIM=head_dim,
+            BLOCK_D=block_d,
+            MAX_SPLITS=MAX_SPLITS,
+            AHEAD=_SUMMED_AHEAD,
+            DEPENDENT_LAUNCH=dependent,
+            num_warps=1,
+            **launch_options(q.device),
         )
 
 
@@ -136,7 +155,7 @@ def warm_up(
     _, block_size, kv_heads, head_dim = k_cache.shape
     platform = in_use(k_cache.device)
     heads = Heads(num_heads, kv_heads, head_dim, k_cache.element_size(), sliding_window)
-    queries = k_cache.new_zeros(2, num_heads, head_dim)
+    queries = k_cache.new_zeros(16, num_heads, head_dim)
     sinks = torch.zeros(num_heads, device=k_cache.device) if has_sinks else None
     zeros = torch.zeros(3, dtype=torch.int32, device=k_cache.device)
     for num_tokens, is_decode in _KINDS:
@@ -152,9 +171,10 @@ def warm_up(
             kv_lens_device=zeros[:1],
             block_table=zeros[:1, None],
             slot_mapping=slots,
+            is_decode=is_decode,
         )
-        for num_splits in (1, 2):
-            plan = replace(serving, num_splits=num_splits, min_split_blocks=1)
+        for num_splits, max_programs in _FORMS[: 2 if is_decode or num_tokens > 1 else 3]:
+            plan = replace(serving, num_splits=num_splits, min_split_blocks=1, max_programs=max_programs)
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
             paged_attention(
                 *(q, k_cache, k_cache, maps),

@@ -38,23 +38,36 @@ class AttentionTable:
     """How a kind of GPU runs paged attention.
 
     decode, mixed, chunks  (bytes of an element, largest head_dim) -> tile, by ascending head_dim; `mixed` serves steps
-                       padded to no more tokens than sequences that are no decode steps: some of their sequences may
+                       that are no decode steps and padded to few tokens for each sequence: some of their sequences may
                        be decode tokens, whose time the rows of a tile must not exceed, or one chunk all that is there,
                        whose keys each tile reads again
+    mixed_tokens       for each sequence, at most, of steps that `mixed` serves; one with tiles of fewer than 64 rows
     programs_per_core  keys are split among programs until there are so many
     min_split_tokens   keys that a split is worth
     max_split_tokens   keys after which a sequence is split even among many, so that it does not end long after them
-    max_split_chunk_tokens  the same of steps with chunks whose tokens are few: most of their padded sequences may be
-                            empty, and a chunk behind a long prefix all that is there
+    chunk_programs_per_core, chunk_split_tokens
+                       of steps with chunks whose tokens are few: most of their padded sequences may be empty, and a
+                       chunk behind a long prefix all that is there. Its keys are split among so many programs, where
+                       the block table has room for so many keys a split
+    filling_tokens     keys that all these programs are worth; fewer keys go to fewer, since decode tokens may stand
+                       beside the chunk that gain nothing from splits
+    max_programs_per_core, loop_programs_per_core
+                       a launch of `mixed` over no longer tables than max_split_tokens that would need more programs for
+                       all that padded sequences could hold, loops in so many, which takes each a tenth longer
     """
 
     decode: Mapping[tuple[int, int], TileConfig]
     mixed: Mapping[tuple[int, int], TileConfig]
     chunks: Mapping[tuple[int, int], TileConfig]
+    mixed_tokens: int
     programs_per_core: int
     min_split_tokens: int
     max_split_tokens: int
-    max_split_chunk_tokens: int
+    chunk_programs_per_core: int
+    chunk_split_tokens: int
+    filling_tokens: int
+    max_programs_per_core: int
+    loop_programs_per_core: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +89,20 @@ class LaunchPlan:
     min_split_blocks  blocks of keys that a split takes at least
     fixed_blocks      above 0: splits are of so many blocks from a multiple of these on, and one program that takes
                       them all adds them up as if they were several programs'
+    max_programs      of a key/value head where keys are split, each of which takes one split of one tile after the
+                      other; None: as many as the padded sizes could need, most of which may find nothing to do
     """
 
     tile: TileConfig
     num_splits: int
     min_split_blocks: int
     fixed_blocks: int = 0
+    max_programs: int | None = None
 
 
 MAX_SPLITS = 64
+# Rows of a tile that reads the keys of a long chunk few times.
+_TALL_ROWS = 64
 # Partial results of split sequences; fewer splits where more would not fit.
 WORKSPACE_BYTES = 64 * 2**20
 
@@ -125,10 +143,15 @@ _HOPPER = AttentionTable(
             (4, 512): TileConfig(16, 16, 1, 8),
         }
     ),
+    mixed_tokens=8,
     programs_per_core=4,
     min_split_tokens=256,
     max_split_tokens=16384,
-    max_split_chunk_tokens=1024,
+    chunk_programs_per_core=2,
+    chunk_split_tokens=1024,
+    filling_tokens=8192,
+    max_programs_per_core=20,
+    loop_programs_per_core=8,
 )
 
 # Kind of GPU, by the name its driver reports; "any" serves the rest.
@@ -159,11 +182,11 @@ def plan_for(
     is_decode      every sequence has one token
     """
     if platform.batch_invariant:
-        return _invariant_plan(platform.kind, heads, num_tokens, max_kv_tokens)
+        return _invariant_plan(platform.kind, platform.num_cores, heads, num_tokens, max_kv_tokens)
     return _plan(platform.kind, platform.num_cores, heads, num_tokens, num_sequences, max_kv_tokens, is_decode)
 
 
-def _invariant_plan(kind: str, heads: Heads, num_tokens: int, max_kv_tokens: int) -> LaunchPlan:
+def _invariant_plan(kind: str, num_cores: int, heads: Heads, num_tokens: int, max_kv_tokens: int) -> LaunchPlan:
     """One tile, and splits at fixed positions of a sequence, whatever the step; by several programs if these have room
     for their results."""
     table = TABLES.get(kind, TABLES["any"])
@@ -174,7 +197,8 @@ def _invariant_plan(kind: str, heads: Heads, num_tokens: int, max_kv_tokens: int
         max_kv_tokens = min(max_kv_tokens, heads.sliding_window + queries - 1 + table.min_split_tokens)
     num_splits = -(-max_kv_tokens // table.min_split_tokens)
     fitting = WORKSPACE_BYTES // (4 * num_tokens * heads.num_heads * (heads.head_dim + 2) + 256)
-    return LaunchPlan(tile, num_splits if num_splits <= fitting else 1, 1, table.min_split_tokens // tile.block_n)
+    num_splits, fixed_blocks = num_splits if num_splits <= fitting else 1, table.min_split_tokens // tile.block_n
+    return LaunchPlan(tile, num_splits, 1, fixed_blocks, _loop_programs(table, num_cores, heads))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -182,17 +206,43 @@ def _plan(
     kind: str, num_cores: int, heads: Heads, num_tokens: int, num_sequences: int, max_kv_tokens: int, is_decode: bool
 ) -> LaunchPlan:
     table = TABLES.get(kind, TABLES["any"])
-    tile = tile_for(table, heads, "decode" if is_decode else "mixed" if num_tokens <= num_sequences else "chunks")
+    kind_of_tile = "decode" if is_decode else _kind_of(table, heads, num_tokens, num_sequences)
+    tile = tile_for(table, heads, kind_of_tile)
     queries = tile.block_m * heads.kv_heads // heads.num_heads
-    num_programs = heads.kv_heads * min(num_tokens, num_tokens // queries + num_sequences)
     if heads.sliding_window is not None:
         max_kv_tokens = min(max_kv_tokens, heads.sliding_window + queries - 1)
-    # Without the tiles that padded sequences may need, there is less than two for each core.
-    is_small = not is_decode and heads.kv_heads * (num_tokens // queries + 1) < 2 * num_cores
-    most = table.max_split_chunk_tokens if is_small else table.max_split_tokens
-    wanted = max(num_cores * table.programs_per_core // num_programs, -(-max_kv_tokens // most))
     worth = -(-max_kv_tokens // table.min_split_tokens)
     fitting = WORKSPACE_BYTES // (4 * num_tokens * heads.num_heads * (heads.head_dim + 1))
-    num_splits = max(1, min(wanted, worth, fitting, MAX_SPLITS))
+    min_split_tokens = table.min_split_tokens
+    # Without the tiles that padded sequences may need, there is less than two for each core.
+    if not is_decode and heads.kv_heads * (num_tokens // queries + 1) < 2 * num_cores:
+        wanted = table.chunk_programs_per_core * num_cores // (heads.kv_heads * -(-num_tokens // queries))
+        wanted = _power_of_two(min(max(wanted, 2), -(-max_kv_tokens // table.chunk_split_tokens)))
+        min_split_tokens = max(min_split_tokens, table.filling_tokens // wanted)
+    else:
+        num_programs = heads.kv_heads * min(num_tokens, num_tokens // queries + num_sequences)
+        wanted = num_cores * table.programs_per_core // num_programs
+    wanted = max(wanted, -(-max_kv_tokens // table.max_split_tokens))
     # Few distinct numbers, so that captured sizes share their launch.
-    return LaunchPlan(tile, 1 << (num_splits.bit_length() - 1), table.min_split_tokens // tile.block_n)
+    num_splits = _power_of_two(min(wanted, worth, fitting, MAX_SPLITS))
+    most = None
+    if kind_of_tile == "mixed" and max_kv_tokens <= table.max_split_tokens:
+        most_tiles = min(num_tokens, num_tokens // queries + num_sequences + 1)
+        if heads.kv_heads * most_tiles * num_splits > table.max_programs_per_core * num_cores:
+            most = _loop_programs(table, num_cores, heads)
+    return LaunchPlan(tile, num_splits, min_split_tokens // tile.block_n, max_programs=most)
+
+
+def _kind_of(table: AttentionTable, heads: Heads, num_tokens: int, num_sequences: int) -> TileKind:
+    """Of a step that is no decode step."""
+    few = table.mixed_tokens if tile_for(table, heads, "mixed").block_m >= _TALL_ROWS else 1
+    return "mixed" if num_tokens <= few * num_sequences else "chunks"
+
+
+def _loop_programs(table: AttentionTable, num_cores: int, heads: Heads) -> int:
+    return max(1, table.loop_programs_per_core * num_cores // heads.kv_heads)
+
+
+def _power_of_two(number: int) -> int:
+    """The largest that is no larger; at least 1."""
+    return 1 << (max(1, number).bit_length() - 1)

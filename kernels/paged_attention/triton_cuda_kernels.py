@@ -1,9 +1,9 @@
 """Triton kernels of the paged attention for NVIDIA GPUs: tiles of queries against blocks of keys, sums of splits.
 
 The query heads of one key/value head are folded into the rows of a tile: row m is query m // GROUPS of the tile and
-head m % GROUPS of the group. A tile never crosses from one sequence to the next. Tile numbers follow from the starts of
-the sequences alone: sequence i begins with tile starts[i] // BLOCK_Q + i, which leaves it enough numbers, and some
-numbers without a tile.
+head m % GROUPS of the group. A tile never crosses from one sequence to the next. An item is one split of the keys of
+one tile: items are numbered on the device, sequence by sequence, by what the sequences need, so that padded ones and
+splits without keys take no program's time.
 
 Softmax is computed in base 2, block by block, in float32. No slot outside of the keys that a tile may see is read: what
 other sequences, freed blocks or the null block hold there does not matter.
@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 SEARCH_BLOCK = tl.constexpr(256)
-SPLIT_BLOCK = tl.constexpr(8)
 
 # Arguments that change from step to step must not cause another compilation.
 _STEP_ARGUMENTS = [
@@ -36,20 +36,40 @@ _STEP_ARGUMENTS = [
 
 
 @triton.jit
-def _find_tile(starts_ptr, num_tokens, num_sequences, tile, BLOCK_Q: tl.constexpr):
-    """Sequence of a tile, the end of its tokens, and the tile's first token, which is not before `end` if it has none.
+def _tiles_and_splits(
+    starts_ptr,
+    kv_lens_ptr,
+    sequence,
+    num_tokens,
+    num_sequences,
+    num_splits,
+    min_split_blocks,
+    window,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    FIXED_BLOCKS: tl.constexpr,
+):
+    """(first token, end, length, tiles, splits of a tile that may have keys, at least one) of these sequences.
 
     The tokens behind the last sequence, which pad a step, count as a sequence of their own: number num_sequences.
     """
-    sequence = -1
-    for base in range(0, num_sequences + 1, SEARCH_BLOCK):
-        index = base + tl.arange(0, SEARCH_BLOCK)
-        is_sequence = index <= num_sequences
-        starts = tl.load(starts_ptr + index, mask=is_sequence, other=0)
-        sequence += tl.sum((is_sequence & (starts // BLOCK_Q + index <= tile)).to(tl.int32), 0)
-    start = tl.load(starts_ptr + sequence)
-    end = tl.load(starts_ptr + sequence + 1, mask=sequence < num_sequences, other=num_tokens)
-    return sequence, end, start + (tile - start // BLOCK_Q - sequence) * BLOCK_Q
+    is_sequence = sequence < num_sequences
+    start = tl.load(starts_ptr + sequence, mask=sequence <= num_sequences, other=0)
+    end = tl.load(starts_ptr + sequence + 1, mask=is_sequence, other=0)
+    end = tl.where(sequence == num_sequences, num_tokens, end)
+    kv_len = tl.load(kv_lens_ptr + sequence, mask=is_sequence, other=0)
+    blocks = tl.cdiv(kv_len, BLOCK_N)
+    if HAS_WINDOW:
+        blocks = tl.minimum(blocks, tl.cdiv(window + BLOCK_Q, BLOCK_N) + 1)
+    if FIXED_BLOCKS:
+        splits = tl.cdiv(blocks, FIXED_BLOCKS)
+        if HAS_WINDOW:
+            splits += 1  # the first one begins before the window
+    else:
+        splits = tl.cdiv(blocks, min_split_blocks)
+    splits = tl.minimum(tl.maximum(splits, 1), num_splits)
+    return start, end, kv_len, tl.cdiv(end - start, BLOCK_Q), splits
 
 
 @triton.jit
@@ -190,17 +210,18 @@ def _add_part(mixed, row_max, row_sum, part_mixed, part_max, part_sum):
     return mixed, new_max, row_sum * shrunk + part_sum * part_shrunk
 
 
-@triton.jit(do_not_specialize=_STEP_ARGUMENTS)
-def paged_attention_kernel(
-    q_ptr,  # [num_tokens, KV_HEADS * GROUPS, HEAD_DIM], rows of q_stride
-    k_ptr,  # [blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM], v likewise
+@triton.jit
+def _attend_item(
+    item,
+    kv_head,
+    q_ptr,
+    k_ptr,
     v_ptr,
-    out_ptr,  # [num_tokens, KV_HEADS * GROUPS, HEAD_DIM]; SPLIT: float32, one such per split
-    lse_ptr,  # SPLIT: float32 [splits, num_tokens, KV_HEADS * GROUPS]: log2 of the sum of the weights; FIXED_BLOCKS:
-    #           largest scores, then the sums of the weights, by which out is not divided yet
-    starts_ptr,  # [num_sequences + 1]
-    kv_lens_ptr,  # [num_sequences]
-    table_ptr,  # [num_sequences, table_stride]
+    out_ptr,
+    lse_ptr,
+    starts_ptr,
+    kv_lens_ptr,
+    table_ptr,
     num_tokens,
     num_sequences,
     num_splits,
@@ -208,9 +229,9 @@ def paged_attention_kernel(
     window,
     table_stride,
     q_stride,
-    scale,  # times log2(e); HAS_CAP: times 2 * log2(e) / the cap
-    cap,  # of the scores, times log2(e)
-    sinks_ptr,  # HAS_SINKS: float32 [KV_HEADS * GROUPS]
+    scale,
+    cap,
+    sinks_ptr,
     KV_HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -225,19 +246,40 @@ def paged_attention_kernel(
     SPLIT: tl.constexpr,
     PRECISION: tl.constexpr,
     FIXED_BLOCKS: tl.constexpr,
+    ONE_TOKEN: tl.constexpr,
 ):
-    """Grid (tiles, KV_HEADS, splits). Rows that see no key, and those of padding, become zero."""
+    """One split of one tile; the first one also says that those from used_splits on saw no key. Arguments are those of
+    `paged_attention_kernel`."""
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUPS
     ROW_STRIDE: tl.constexpr = KV_HEADS * HEAD_DIM
     EVEN_D: tl.constexpr = BLOCK_D == HEAD_DIM
-    # Later tiles of a sequence see more keys, and start first.
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
-    sequence, end, first_token = _find_tile(starts_ptr, num_tokens, num_sequences, tile, BLOCK_Q)
-    if first_token >= end:
-        return
-    kv_len = tl.load(kv_lens_ptr + sequence, mask=sequence < num_sequences, other=0)
+    if ONE_TOKEN:
+        first_token = item % num_tokens
+        split = item // num_tokens
+        used_splits = num_splits
+        end = first_token + 1
+        sequence = tl.minimum(first_token, num_sequences - 1)
+        is_there = tl.load(starts_ptr + sequence + 1) == end
+        kv_len = tl.where(is_there, tl.load(kv_lens_ptr + sequence), 0)
+    else:
+        sequence = 0
+        items_before = 0
+        items = 0
+        for base in range(0, num_sequences + 1, SEARCH_BLOCK):
+            _, _, _, tiles, splits = _tiles_and_splits(
+                starts_ptr, kv_lens_ptr, base + tl.arange(0, SEARCH_BLOCK), num_tokens, num_sequences, num_splits,
+                min_split_blocks, window, BLOCK_Q, BLOCK_N, HAS_WINDOW, FIXED_BLOCKS)  # fmt: skip
+            running = items + tl.cumsum(tiles * splits, 0)
+            is_before = running <= item
+            sequence += tl.sum(is_before.to(tl.int32), 0)
+            items_before = tl.maximum(items_before, tl.max(tl.where(is_before, running, 0), 0))
+            items = tl.max(running, 0)
+        start, end, kv_len, tiles, used_splits = _tiles_and_splits(
+            starts_ptr, kv_lens_ptr, sequence, num_tokens, num_sequences, num_splits, min_split_blocks, window, BLOCK_Q,
+            BLOCK_N, HAS_WINDOW, FIXED_BLOCKS)  # fmt: skip
+        # Later tiles of a sequence see more keys, and start first.
+        first_token = start + (tiles - 1 - (item - items_before) // used_splits) * BLOCK_Q
+        split = (item - items_before) % used_splits
 
     # Keys [first_key, end_key) are seen by some row of the tile, those of blocks [full_block, end_full) by all rows.
     first_position = kv_len - end + first_token
@@ -303,17 +345,98 @@ def paged_attention_kernel(
     out_row = token.to(tl.int64) * (KV_HEADS * GROUPS) + head
     out_mask = is_row[:, None] & (dims < HEAD_DIM)[None, :]
     if SPLIT:
-        out_row += split.to(tl.int64) * num_tokens * (KV_HEADS * GROUPS)
+        split_rows = tl.cast(num_tokens, tl.int64) * (KV_HEADS * GROUPS)
+        unused = out_row + used_splits * split_rows
+        out_row += split * split_rows
         if FIXED_BLOCKS:
             tl.store(lse_ptr + out_row, row_max, mask=is_row)
-            sums_ptr = lse_ptr + num_splits.to(tl.int64) * num_tokens * (KV_HEADS * GROUPS)
+            sums_ptr = lse_ptr + num_splits * split_rows
             tl.store(sums_ptr + out_row, row_sum, mask=is_row)
         else:
             lse = tl.where(has_keys, row_max + tl.log2(tl.where(has_keys, row_sum, 1.0)), float("-inf"))
             tl.store(lse_ptr + out_row, lse, mask=is_row)
         out_mask = out_mask & has_keys[:, None]
+        if split == 0:
+            for _ in range(used_splits, num_splits):
+                tl.store(lse_ptr + unused, float("-inf"), mask=is_row)
+                if FIXED_BLOCKS:
+                    tl.store(sums_ptr + unused, 0.0, mask=is_row)
+                unused += split_rows
     out_offsets = out_row[:, None] * HEAD_DIM + dims[None, :]
     tl.store(out_ptr + out_offsets, mixed.to(out_ptr.dtype.element_ty), mask=out_mask)
+
+
+@triton.jit(do_not_specialize=_STEP_ARGUMENTS)
+def paged_attention_kernel(
+    q_ptr,  # [num_tokens, KV_HEADS * GROUPS, HEAD_DIM], rows of q_stride
+    k_ptr,  # [blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM], v likewise
+    v_ptr,
+    out_ptr,  # [num_tokens, KV_HEADS * GROUPS, HEAD_DIM]; SPLIT: float32, one such per split
+    lse_ptr,  # SPLIT: float32 [splits, num_tokens, KV_HEADS * GROUPS]: log2 of the sum of the weights; FIXED_BLOCKS:
+    #           largest scores, then the sums of the weights, by which out is not divided yet
+    starts_ptr,  # [num_sequences + 1]
+    kv_lens_ptr,  # [num_sequences]
+    table_ptr,  # [num_sequences, table_stride]
+    num_tokens,
+    num_sequences,
+    num_splits,
+    min_split_blocks,
+    window,
+    table_stride,
+    q_stride,
+    scale,  # times log2(e); HAS_CAP: times 2 * log2(e) / the cap
+    cap,  # of the scores, times log2(e)
+    sinks_ptr,  # HAS_SINKS: float32 [KV_HEADS * GROUPS]
+    KV_HEADS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
+    HAS_WINDOW: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    FIXED_BLOCKS: tl.constexpr,
+    ONE_TOKEN: tl.constexpr,
+    LOOPS: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
+):
+    """Grid (programs * KV_HEADS). With LOOPS, each program takes one item after the other, so that a launch needs fewer
+    programs than there could be items; else it takes one. Rows that see no key, and those of padding, become zero.
+
+    ONE_TOKEN  no sequence has more: a token's number is its sequence's, and nothing is searched
+    """
+    BLOCK_Q: tl.constexpr = BLOCK_M // GROUPS
+    kv_head = tl.program_id(0) % KV_HEADS
+    first = tl.program_id(0) // KV_HEADS
+    if SPLIT and DEPENDENT_LAUNCH:
+        gdc_launch_dependents()
+    num_items = 0
+    if ONE_TOKEN:
+        num_items = num_tokens * num_splits
+    else:
+        for base in range(0, num_sequences + 1, SEARCH_BLOCK):
+            _, _, _, tiles, splits = _tiles_and_splits(
+                starts_ptr, kv_lens_ptr, base + tl.arange(0, SEARCH_BLOCK), num_tokens, num_sequences, num_splits,
+                min_split_blocks, window, BLOCK_Q, BLOCK_N, HAS_WINDOW, FIXED_BLOCKS)  # fmt: skip
+            num_items += tl.sum(tiles * splits, 0)
+    if LOOPS:
+        for item in tl.range(first, num_items, tl.num_programs(0) // KV_HEADS, num_stages=1, disable_licm=True):
+            _attend_item(
+                item, kv_head, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, starts_ptr, kv_lens_ptr, table_ptr, num_tokens,
+                num_sequences, num_splits, min_split_blocks, window, table_stride, q_stride, scale, cap, sinks_ptr,
+                KV_HEADS, GROUPS, HEAD_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_D, STAGES, HAS_WINDOW, HAS_CAP,
+                HAS_SINKS, SPLIT, PRECISION, FIXED_BLOCKS, ONE_TOKEN)  # fmt: skip
+    elif first < num_items:
+        _attend_item(
+            first, kv_head, q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, starts_ptr, kv_lens_ptr, table_ptr, num_tokens,
+            num_sequences, num_splits, min_split_blocks, window, table_stride, q_stride, scale, cap, sinks_ptr,
+            KV_HEADS, GROUPS, HEAD_DIM, BLOCK_SIZE, BLOCK_M, BLOCK_N, BLOCK_D, STAGES, HAS_WINDOW, HAS_CAP, HAS_SINKS,
+            SPLIT, PRECISION, FIXED_BLOCKS, ONE_TOKEN)  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_splits"])
@@ -325,30 +448,40 @@ def sum_splits_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
+    AHEAD: tl.constexpr,
+    DEPENDENT_LAUNCH: tl.constexpr,
 ):
     """out = the splits' results, weighted by their shares of the softmax, always summed in one order.
 
-    Grid (num_tokens, num_heads). A split that saw no key has written nothing but its -inf.
+    Grid (num_tokens, num_heads). A split that saw no key has written nothing but its -inf. AHEAD results are loaded at
+    a time.
     """
     num_rows = tl.num_programs(0) * tl.num_programs(1)
-    row = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    row = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1) + tl.arange(0, 1)
     dims = tl.arange(0, BLOCK_D)
+    is_dim = (dims < HEAD_DIM)[None, :]
     splits = tl.arange(0, MAX_SPLITS)
+    if DEPENDENT_LAUNCH:
+        gdc_wait()
     lse = tl.load(lse_ptr + splits * num_rows + row, mask=splits < num_splits, other=float("-inf"))
     top = tl.max(lse, 0)
     shift = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(tl.exp2(lse - shift), 0)
-    mixed = tl.zeros([BLOCK_D], tl.float32)
-    for base in range(0, num_splits, SPLIT_BLOCK):
-        near = base + tl.arange(0, SPLIT_BLOCK)
-        near_lse = tl.load(lse_ptr + near * num_rows + row, mask=near < num_splits, other=float("-inf"))
-        offsets = (near * num_rows + row)[:, None] * HEAD_DIM + dims[None, :]
-        mask = (near_lse != float("-inf"))[:, None] & (dims < HEAD_DIM)[None, :]
-        partial = tl.load(partial_ptr + offsets, mask=mask, other=0.0)
-        mixed += tl.sum(partial * tl.exp2(near_lse - shift)[:, None], 0)
+    mixed = tl.zeros([1, BLOCK_D], tl.float32)
+    for first in range(0, num_splits, AHEAD):
+        parts = ()
+        for ahead in tl.static_range(AHEAD):
+            place = (first + ahead) * num_rows + row
+            part_lse = tl.load(lse_ptr + place, mask=first + ahead < num_splits, other=float("-inf"))
+            offsets = place.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :]
+            partial = tl.load(partial_ptr + offsets, mask=(part_lse != float("-inf"))[:, None] & is_dim, other=0.0)
+            parts = parts + ((partial, tl.exp2(part_lse - shift)),)
+        for ahead in tl.static_range(AHEAD):
+            partial, weight = parts[ahead]
+            mixed += partial * weight[:, None]
     mixed = mixed / tl.where(total == 0.0, 1.0, total)
-    out_offsets = row.to(tl.int64) * HEAD_DIM + dims
-    tl.store(out_ptr + out_offsets, mixed.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
+    out_offsets = row.to(tl.int64)[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(out_ptr + out_offsets, mixed.to(out_ptr.dtype.element_ty), mask=is_dim)
 
 
 @triton.jit(do_not_specialize=["num_splits"])

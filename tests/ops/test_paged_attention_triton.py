@@ -48,6 +48,7 @@ PLANS = (
     LaunchPlan(TileConfig(16, 32, 2, 4), 3, 1),
     LaunchPlan(TileConfig(32, 16, 2, 4), 8, 2),
     LaunchPlan(TileConfig(64, 32, 2, 4), 2, 1),
+    LaunchPlan(TileConfig(16, 16, 2, 4), 3, 1, max_programs=2),
 )
 
 
@@ -203,9 +204,15 @@ def test_plans_by_hand() -> None:
     assert decode(replace(heads, sliding_window=4096), 64, 64, 131072).num_splits == 1
     # A long prompt alone, and the end of one.
     assert chunks(heads, 2048, 1, 4096).num_splits == 1
-    assert chunks(heads, 64, 1, 4096).num_splits == 16
-    # A chunk behind a long prefix, in a step that has room for 63 other sequences.
-    assert chunks(heads, 64, 64, 8192).num_splits == 8
+    assert chunks(heads, 64, 1, 4096).num_splits == 4
+    # A chunk behind a long prefix, in a step that has room for 63 other sequences: 32 tiles times 8 splits are about
+    # two programs for each multiprocessor, and keys are shared by fewer where there are few.
+    assert [chunks(heads, 64, 64, width).num_splits for width in (1024, 8192, 16384, 131072)] == [1, 8, 8, 8]
+    assert chunks(heads, 64, 64, 16384).min_split_blocks * 64 == 1024
+    assert [chunks(heads, size, 64, 16384).num_splits for size in (32, 128, 256, 512)] == [16, 4, 2, 1]
+    # The 63 others could need 3,840 programs more, for which a launch loops; not over tables of very long sequences.
+    assert [chunks(heads, 64, 64, width).max_programs for width in (1024, 16384, 131072)] == [None, 132, None]
+    assert [chunks(heads, size, size, 16384).max_programs for size in (16, 32)] == [None, 132]
     assert decode(heads, 64, 64, 8192).num_splits == 1
     # Its sixteen queries a tile read the keys four times; decode tokens beside it leave most rows of theirs empty.
     assert chunks(heads, 64, 64, 8192).tile.block_m == 64
@@ -213,7 +220,9 @@ def test_plans_by_hand() -> None:
     assert chunks(heads, 4096, 1, 131072).num_splits == 1
     assert chunks(heads, 1000, 1, 131072).num_splits == 4
     assert decode(heads, 8, 8, 64).tile.block_m == 16
-    assert chunks(heads, 9, 8, 64).tile.block_m == 128
+    assert [chunks(heads, size, 8, 64).tile.block_m for size in (9, 64, 65)] == [64, 64, 128]
+    # Of heads of 256 the tile of mixed steps is that of decode steps, which reads a chunk's keys often.
+    assert [chunks(replace(heads, head_dim=256), size, 8, 64).tile.block_m for size in (8, 9)] == [16, 64]
 
 
 def test_heads_that_no_tile_serves_are_refused() -> None:
@@ -256,7 +265,7 @@ def test_warm_up_launches_every_variant(
         plan = plan_for(H200, heads, len(step.q), len(sequences), 304, is_decode=is_decode)
         run(triton_cuda, step, torch.empty_like(step.q, memory_format=torch.contiguous_format), plan)
     assert launched[0] <= warmed
-    assert len(warmed) == 5
+    assert len(warmed) == 6
     assert triton_cuda.compiled_count() == before
 
 

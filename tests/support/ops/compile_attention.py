@@ -32,6 +32,8 @@ def compile_attention(
     has_cap: bool = False,
     has_sinks: bool = False,
     fixed_blocks: int = 0,
+    one_token: bool = False,
+    loops: bool = False,
 ) -> None:
     """One variant; the sum of the splits with it."""
     name, head_dim = NAMES[heads.element_bytes], heads.head_dim
@@ -65,6 +67,9 @@ def compile_attention(
             "SPLIT": is_split,
             "PRECISION": "ieee" if name == "fp32" else "tf32",
             "FIXED_BLOCKS": fixed_blocks,
+            "ONE_TOKEN": one_token,
+            "LOOPS": loops,
+            "DEPENDENT_LAUNCH": True,
         },
         {"num_warps": tile.num_warps, "num_stages": 3, "enable_fp_fusion": not fixed_blocks},
     )
@@ -80,8 +85,8 @@ def compile_attention(
         compile_kernel(
             kernels.sum_splits_kernel,
             {"partial_ptr": "*fp32", "lse_ptr": "*fp32", "out_ptr": f"*{name}", "num_splits": "i32"},
-            {**constants, "MAX_SPLITS": MAX_SPLITS},
-            {"num_warps": 4},
+            {**constants, "MAX_SPLITS": MAX_SPLITS, "AHEAD": 8, "DEPENDENT_LAUNCH": True},
+            {"num_warps": 1},
         )
 
 
@@ -93,10 +98,12 @@ if __name__ == "__main__":
     for element_bytes, head_dim in table.decode:
         for kind in KINDS:
             heads = Heads(32, 8, head_dim, element_bytes, None)
-            compile_attention(tile_for(table, heads, kind), heads, 16, is_split=kind != "chunks")
+            tile, form = tile_for(table, heads, kind), {"one_token": kind == "decode", "loops": kind == "mixed"}
+            compile_attention(tile, heads, 16, is_split=kind != "chunks", **form)
         for is_split in (True, False):
             tile = tile_for(table, heads, "mixed")
-            compile_attention(tile, heads, 16, is_split=is_split, fixed_blocks=256 // tile.block_n)
+            form = {"fixed_blocks": 256 // tile.block_n, "loops": is_split}
+            compile_attention(tile, heads, 16, is_split=is_split, **form)
     for kind in KINDS:
         heads = Heads(6, 2, 80, 2, 1024)
         tile = tile_for(table, heads, kind)
