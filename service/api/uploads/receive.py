@@ -36,10 +36,15 @@ class Parts(Protocol):
 MakeParts = Callable[[Request, Callable[[str], object], Upload], Parts]
 
 
+def is_multipart(request: Request) -> bool:
+    """Whether the request says so of its body."""
+    return parse_options_header(request.headers.get("content-type"))[0] == b"multipart/form-data"
+
+
 def multipart(request: Request, check_name: Callable[[str], object], upload: Upload) -> MultipartUpload:
     """The parts of a multipart body. Raises BadRequest for another one."""
-    kind, options = parse_options_header(request.headers.get("content-type"))
-    if kind != b"multipart/form-data" or not options.get(b"boundary"):
+    _, options = parse_options_header(request.headers.get("content-type"))
+    if not is_multipart(request) or not options.get(b"boundary"):
         raise BadRequest("Send the adapter as multipart/form-data, for example with curl -F.")
     return MultipartUpload(check_name, upload, options[b"boundary"])
 

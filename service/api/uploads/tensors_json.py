@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any
 
-from fastapi import Request
 from pybase64 import b64decode
 from pydantic import ValidationError
 
@@ -26,6 +25,10 @@ _FIELD = b'"serialized_tensors"'
 _PICKLE, _PADDING = 0x80, 0x3D
 _NOT_BASE64 = "`serialized_tensors` must be safetensors in base64, without line breaks, and all of it"
 _PADDED = f"{_NOT_BASE64}: padding stands at the end alone."
+_FORMS = (
+    "send `lora_name`, `config_dict` and `serialized_tensors`, safetensors in base64, or the files and `name` as "
+    "multipart/form-data"
+)
 _NO_PICKLE = (
     "`serialized_tensors` is a pickle, which this server never opens; send safetensors in base64 instead: "
     "base64.b64encode(safetensors.torch.save(tensors)).decode(). PUT /v1/adapters/{name}?ephemeral=true takes the file "
@@ -64,7 +67,7 @@ class TensorsJson:
             check_counts(bytes(self._beside))
             body = LoadTensorsRequest.model_validate(parsed(bytes(self._beside)))
         except json.JSONDecodeError as error:
-            raise BadRequest(f"The body is not JSON: {error.msg}.") from error
+            raise BadRequest(f"The body is not JSON: {error.msg}; {_FORMS}.") from error
         except ValidationError as error:
             refusal = bad_request(error.errors())
         if refusal is not None:
@@ -202,8 +205,3 @@ def _unescaped(text: bytes, *, is_whole: bool) -> tuple[bytes, bytes]:
     if b"\\" in plain or b'"' in plain:  # to be read as those of JSON, together with what comes
         raise BadRequest(f"{_NOT_BASE64}.", param="serialized_tensors")
     return plain, text[cut:]
-
-
-def tensors_json(_request: Request, check_name: Callable[[str], object], upload: Upload) -> TensorsJson:
-    """The body's parts, for `receive_upload`."""
-    return TensorsJson(check_name, upload)

@@ -455,7 +455,12 @@ def test_verl_s_calls_of_a_step(controlled: Controlled, checkpoints: Checkpoints
         refused = controlled.call("POST", "/load_lora_adapter_from_tensors", json={**body, **field})
         assert (refused.status_code, "safetensors in base64" in refused.text) == (status, True), refused.text
     tensors = base64.b64encode((checkpoints.spare / "adapter_model.safetensors").read_bytes()).decode()
-    assert controlled.post("/load_lora_adapter_from_tensors", {**body, "serialized_tensors": tensors})["success"]
+    loaded = controlled.post("/load_lora_adapter_from_tensors", {**body, "serialized_tensors": tensors})
+    assert loaded["success"]
+    as_files = {"data": {"name": name}, "files": parts_of(checkpoints.spare)}
+    assert controlled.call("POST", "/load_lora_adapter_from_tensors", **as_files).json() == loaded
+    raw = controlled.call("POST", "/load_lora_adapter_from_tensors", content=pickle.dumps({"a": [1.0] * 9}))
+    assert (raw.status_code, "safetensors in base64" in raw.text) == (400, True), raw.text
     assert controlled.call("GET", "/flush_cache").status_code == 200
     controlled.pause("keep")
     controlled.post("/continue_generation")
