@@ -131,12 +131,12 @@ def test_demand_is_forgotten_with_time() -> None:
 
 # ---- prefixes
 
-PROMPT = tuple(range(4 * PART_TOKENS + 100))
+PROMPT = tuple(range(4 * PART_TOKENS + PART_TOKENS // 2))
 SCOPE = ("tenant", "")
 
 
 def test_a_prompt_goes_where_its_beginning_is_within_the_bound() -> None:
-    found = 2 * PART_TOKENS
+    found = 512
     for digest, tiers in ((None, {}), ("d" * 64, {"d" * 64: "device"})):
         there = Replica("there", 3000, tiers=tiers, found_tokens=found)  # type: ignore[arg-type]
         assert choose(digest, 16, 600, [Replica("idle", 0, 16), there], rule=Rule(slack_tokens=2000))[0] == "there"
@@ -173,6 +173,14 @@ def test_beginnings_are_shared_as_the_prefix_cache_shares_blocks(
     prefixes = Prefixes()
     prefixes.note(beginnings(PROMPT, SCOPE), 10**6)
     assert prefixes.num_tokens(beginnings(token_ids, scope, adapter, start)) == num * PART_TOKENS
+
+
+def test_a_short_turn_is_told_from_others_behind_the_same_system_prompt() -> None:
+    system, here, there = tuple(range(300)), Prefixes(), Prefixes()
+    turns = [beginnings((*system, *range(1000, 1000 + num)), SCOPE) for num in (100, 200)]
+    here.note(turns[0], 10**6)
+    there.note(beginnings((*system, *range(5000, 5100)), SCOPE), 10**6)
+    assert here.num_tokens(turns[1]) > there.num_tokens(turns[1]) > 0
 
 
 def test_as_many_beginnings_are_known_as_a_cache_has_room_for_and_ends_go_first() -> None:
