@@ -74,14 +74,20 @@ class Way:
     _parts: list[bytes] = field(default_factory=list)
 
     def parts(self, num_blocks: int) -> list[bytes]:
-        """The keys of the first blocks, at least so many."""
+        """The keys of the first blocks, at least so many. A prompt has hundreds, and its first step waits for them."""
         first, size = len(self._parts), self.block_size_tokens
         if num_blocks > first:
-            num_blocks = max(num_blocks, self.sequence.num_prompt // size)
+            num_blocks, num_bytes = max(num_blocks, self.sequence.num_prompt // size), size * _TOKEN_BYTES
             tokens = self._tokens(first * size, num_blocks * size)
-            for index in range(first, num_blocks):
-                at = (index - first) * size * _TOKEN_BYTES
-                self._parts.append(self._key(index * size, tokens[at : at + size * _TOKEN_BYTES]))
+            parts = [tokens[at : at + num_bytes] for at in range(0, len(tokens), num_bytes)]
+            if self.tag:
+                # One block may have tokens of the base and the adapter's first; those behind it are all the adapter's.
+                begun = max(self.sequence.request.adapter_start // size - first, 0)
+                of_adapter = bytes(_TOKEN_BYTES) + self.tag
+                parts[begun + 1 :] = [part + of_adapter for part in parts[begun + 1 :]]
+                if begun < len(parts):
+                    parts[begun] = self._key((first + begun) * size, parts[begun])
+            self._parts += parts
         return self._parts
 
     def tail_below(self, node: Node, num_blocks: int, has_state: Callable[[Node], object]) -> tuple[Node | None, int]:
