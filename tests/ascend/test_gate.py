@@ -56,4 +56,4 @@ def test_final_code_moves_little_and_is_right(case: Case, name: str) -> None:
     checks.check_values(launch)
     checks.check_scalars(launch, counts)
     checks.check_traffic(launch, counts)
-    checks.check_time(launch, counts)
+    checks.check_time(case, name, launch, counts)

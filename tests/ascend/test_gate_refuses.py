@@ -78,13 +78,13 @@ def test_losing_any_kind_of_library_call_is_noticed(callee: str) -> None:
 def test_a_slower_tile_is_refused() -> None:
     """The table's tile was chosen by estimated time: another, which moves as little, does not stay within the bound."""
     case = LORA_CASES[0]
-    bound = case.launches["4 adapters"]().max_us
+    bound = case.max_us["4 adapters"]
     tiles = dataclasses.replace(TABLES[0].few, shrink_tokens=32)
-    launch = shrink(FOUR, Regime("few", tiles, NUM_VECTOR_CORES), max_us=bound)
+    launch = shrink(FOUR, Regime("few", tiles, NUM_VECTOR_CORES))
     counts = checks.run_simulated(case, launch, checks.compile_launch(case, launch, TARGET))
     checks.check_values(launch)
     with pytest.raises(checks.GateError, match=f"us by estimate; {bound} are allowed"):
-        checks.check_time(launch, counts)
+        checks.check_time(case, "4 adapters", launch, counts)
 
 
 def test_memory_starts_poisoned() -> None:

@@ -82,7 +82,6 @@ def expand(
     *,
     judge_traffic: bool = False,
     max_traffic: float = MAX_TRAFFIC,
-    max_us: float | None = None,
 ) -> Launch:
     """The expand of a step."""
     data, product = _make(step)
@@ -98,7 +97,6 @@ def expand(
         reachable={f"b{s}": b for s, b in enumerate(data.stack.b)},
         minimum_bytes=minimum if judge_traffic else None,
         max_traffic=max_traffic,
-        max_us=max_us,
         tolerance=OP[step.dtype],
     )
 
@@ -109,7 +107,6 @@ def swiglu(
     *,
     judge_traffic: bool = False,
     max_traffic: float = MAX_TRAFFIC,
-    max_us: float | None = None,
 ) -> Launch:
     """The gate of a step of two slices."""
     data, product = _make(step)
@@ -126,7 +123,6 @@ def swiglu(
         MAPS,
         minimum_bytes=minimum if judge_traffic else None,
         max_traffic=max_traffic,
-        max_us=max_us,
         tolerance=OP[step.dtype],
     )
 
@@ -231,10 +227,10 @@ def _configurations(make: Callable[..., Launch], blocks: tuple[int, ...]) -> dic
 
 
 def _case(name: str, make: Callable[..., Launch], judged: dict[str, Step], others: dict[str, Step]) -> Case:
-    limits, us = MAX_TRAFFIC_OF[name], MAX_US_OF[name]
+    limits = MAX_TRAFFIC_OF[name]
     launches: dict[str, Callable[[], Launch]] = {
         **{
-            key: partial(make, step, judge_traffic=True, max_traffic=limits.get(key, MAX_TRAFFIC), max_us=us[key])
+            key: partial(make, step, judge_traffic=True, max_traffic=limits.get(key, MAX_TRAFFIC))
             for key, step in judged.items()
         },
         **{key: partial(make, step) for key, step in others.items()},
@@ -242,7 +238,7 @@ def _case(name: str, make: Callable[..., Launch], judged: dict[str, Step], other
     }
     kernel = getattr(triton_ascend_kernels, name)
     # Two loops stand around a visit: over the tiles of a core, and over the segments of a tile.
-    return Case(name, kernel, launches, work_loop_depth=2, on_chip_fraction=ON_CHIP_FRACTION)
+    return Case(name, kernel, launches, work_loop_depth=2, on_chip_fraction=ON_CHIP_FRACTION, max_us=MAX_US_OF[name])
 
 
 CASES = [

@@ -31,7 +31,6 @@ class Launch:
     max_load_traffic    how many times that may be read
     max_transfers    how many transfers, long and short ones; None where they are not judged
     max_scalar_loads    of one core, over all its work items; None where these are not judged by their sum
-    max_us           estimated microseconds that it may take (`timing`); None where time is not judged
     tolerance      absolute and relative
     exact          outputs that must hold these very bits
     """
@@ -47,7 +46,6 @@ class Launch:
     max_load_traffic: float = MAX_TRAFFIC
     max_transfers: int | None = None
     max_scalar_loads: int | None = None
-    max_us: float | None = None
     tolerance: tuple[float, float] = (1e-5, 1e-5)
     exact: frozenset[str] = frozenset()
 
@@ -68,6 +66,7 @@ class Case:
                        and an item may cost `MAX_SCALAR_LOADS` of them. What the loops around load counts for the first
                        item after it
     on_chip_fraction   how much of each on-chip memory it may use
+    max_us             estimated microseconds (`timing`) that launches may take, by name: all whose traffic is judged
     options            compile options of triton-ascend
     crashes            why the published compiler for `OPTIONAL_TARGET` dies on it; "" where it must compile
     compiles           launches that it compiles all the same
@@ -78,6 +77,7 @@ class Case:
     launches: Mapping[str, Callable[[], Launch]]
     work_loop_depth: int = 1
     on_chip_fraction: float = 1.0
+    max_us: Mapping[str, float] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     crashes: str = ""
     compiles: frozenset[str] = frozenset()

@@ -85,11 +85,13 @@ def check_traffic(launch: Launch, counts: simulator.Counts) -> None:
         raise GateError(f"{transfers} transfers; {launch.max_transfers} are allowed")
 
 
-def check_time(launch: Launch, counts: simulator.Counts) -> None:
-    """Rule 5: estimated time, by which tiles are chosen."""
-    taken = counts.estimate_us()
-    if launch.max_us is not None and taken > launch.max_us:
-        raise GateError(f"{taken:.1f} us by estimate; {launch.max_us} are allowed")
+def check_time(case: Case, name: str, launch: Launch, counts: simulator.Counts) -> None:
+    """Rule 5: estimated time of a launch whose traffic is judged; tiles are chosen by it."""
+    taken, most = counts.estimate_us(), case.max_us.get(name)
+    if launch.minimum_bytes is not None and most is None:
+        raise GateError(f"{taken:.3g} us by estimate, and no bound in the case's max_us")
+    if most is not None and taken > most:
+        raise GateError(f"{taken:.3g} us by estimate; {most} are allowed")
 
 
 def check_values(launch: Launch) -> None:

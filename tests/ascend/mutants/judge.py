@@ -138,7 +138,7 @@ def _run(case: Case, launch_name: str) -> None:
     checks.check_values(launch)
     checks.check_scalars(launch, counts)
     checks.check_traffic(launch, counts)
-    checks.check_time(launch, counts)
+    checks.check_time(case, launch_name, launch, counts)
     # Last, since stock MLIR and clang take longest; on fresh outputs, as those of the simulated run are right already.
     launch = case.launches[launch_name]()
     checks.run_on_cpu(case, launch, compiled, "reverse")
