@@ -80,7 +80,7 @@ class Client:
 
 
 def chats(client: Client, num_users: int, num_turns: int, num_system: int) -> dict[str, Any]:
-    """Of all turns together, and first tokens turn by turn."""
+    """Figures of all turns together, and first tokens turn by turn."""
     system = {"role": "system", "content": client.text(num_system)}
     histories = [[system] for _ in range(num_users)]
     known: list[list[int]] = []

@@ -234,7 +234,7 @@ def _plan(
 
 
 def _kind_of(table: AttentionTable, heads: Heads, num_tokens: int, num_sequences: int) -> TileKind:
-    """Of a step that is no decode step."""
+    """The kind of tile for a step that is no decode step."""
     few = table.mixed_tokens if tile_for(table, heads, "mixed").block_m >= _TALL_ROWS else 1
     return "mixed" if num_tokens <= few * num_sequences else "chunks"
 

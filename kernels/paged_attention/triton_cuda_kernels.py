@@ -7,6 +7,8 @@ splits without keys take no program's time.
 
 Softmax is computed in base 2, block by block, in float32. No slot outside of the keys that a tile may see is read: what
 other sequences, freed blocks or the null block hold there does not matter.
+
+The file is long because one loop over keys serves whole and split tiles, and two sums belong to the splits.
 """
 
 # Triton's functions are untyped, and its tuples grow by `+` alone.

@@ -178,7 +178,7 @@ def test_reads_of_costly_bytes_are_short() -> None:
 
 
 def test_who_waits_for_its_turn_is_not_too_slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of hundreds of connections of one client the last may wait for longer than a client may."""
+    """The last of hundreds of connections of one client may wait for longer than a client may."""
 
     async def run() -> None:
         loop, turns, statuses = asyncio.get_running_loop(), ReadScheduler(), list[int]()
