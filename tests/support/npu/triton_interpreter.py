@@ -82,6 +82,18 @@ def multiply_bfloat16(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(InterpreterBuilder, "create_dot", create_dot)
 
 
+def multiply_rows_alike(patch: pytest.MonkeyPatch) -> None:
+    """The interpreter's `dot` is BLAS's, which sums a row otherwise in another place of the tile where the processor
+    has AVX2 and no AVX-512; a GPU does not. For two-dimensional tiles."""
+    import numpy as np
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:  # noqa: ARG001
+        return TensorHandle(np.einsum("mk,kn->mn", a.data, b.data, dtype=d.data.dtype) + d.data, d.dtype.scalar)
+
+    patch.setattr(InterpreterBuilder, "create_dot", create_dot)
+
+
 def round_floats(patch: pytest.MonkeyPatch) -> None:
     """The interpreter cuts float32 off where it becomes bfloat16 or float8; GPUs round it to the nearest."""
     import numpy as np
