@@ -147,7 +147,7 @@ class AdapterConfig:
     trained_tokens: dict[str, tuple[int, ...]] = field(default_factory=dict)
     target_parameters: tuple[str, ...] = ()
     has_grouped_experts: bool | None = None
-    is_of_unsloth: bool = False
+    is_of_unsloth: bool = field(default=False, compare=False)
     peft_version: str | None = None
     needs_head: bool = False
     head_facts: HeadFacts = field(default_factory=lambda: HeadFacts())

@@ -48,10 +48,7 @@ _SAME: dict[str, tuple[_Same, ...]] = {
     "request_decode_seconds": (_Same("request_decode_time_seconds", "From the first token to the last."),),
     "request_inference_seconds": (_Same("request_inference_time_seconds", "From the first step to the last token."),),
     "request_prompt_tokens": (_Same("request_prompt_tokens", "Prompt tokens of a sequence."),),
-    "request_generation_tokens": (
-        _Same("request_generation_tokens", "Tokens generated for a sequence."),
-        _Same("request_max_num_generation_tokens", "The same: each sequence counts by itself."),
-    ),
+    "request_generation_tokens": (_Same("request_generation_tokens", "Tokens generated for a sequence."),),
     "step_tokens": (_Same("iteration_tokens_total", "Tokens of a step."),),
 }
 _PREFIX = "multilora_"

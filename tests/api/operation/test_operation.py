@@ -386,7 +386,6 @@ class TestMetrics:
             ("request_decode_time_seconds_sum", "request_decode_seconds_sum"),
             ("request_inference_time_seconds_sum", "request_inference_seconds_sum"),
             ("request_prompt_tokens_sum", "all_prompt_tokens_total"),
-            ("request_max_num_generation_tokens_sum", "all_generation_tokens_total"),
             ("iteration_tokens_total_count", "step_tokens_count"),
         ):
             assert value(f"vllm:{theirs}") == value(f"multilora_{own}"), theirs
