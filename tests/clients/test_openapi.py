@@ -10,6 +10,7 @@ import pytest
 from tests.support.blocks import ROOT, run
 from tests.support.http.client_environments import environment
 from tests.support.http.server import running_server
+from tests.support.limits import LIMIT_SECONDS
 
 pytestmark = pytest.mark.wide
 
@@ -17,6 +18,7 @@ PINS = ROOT / "tests" / "clients" / "schemathesis"
 ADAPTERS = ROOT / "service" / "bundled" / "adapters"
 
 
+@pytest.mark.timeout(3 * LIMIT_SECONDS)  # thousands of requests, which take 600 s where other suites have the cores
 def test_schemathesis_finds_nothing(tmp_path: Path) -> None:
     """With keys, of which an operation may ask for one, and with all that settings turn on."""
     program = environment("schemathesis") / "bin" / "schemathesis"
@@ -28,7 +30,9 @@ def test_schemathesis_finds_nothing(tmp_path: Path) -> None:
         header = ["--header", "Authorization: Bearer admin"]
         header += ["--exclude-path", "/sleep"]  # all that came later would find no engine
         variables = {"ADAPTER_DIR": str(ADAPTERS / "pig-latin"), "SCHEMATHESIS_HOOKS": str(PINS / "hooks.py")}
-        print(run([str(program), *flags, *header], server, cwd=tmp_path, **variables))
+        print(
+            run([str(program), *flags, *header], server, cwd=tmp_path, limit_seconds=2.5 * LIMIT_SECONDS, **variables)
+        )
         log = server.log
     # That it came to where adapters are uploaded and asked, and was not refused at the door: the hooks have the first
     # requests be some that can only end by their length. Of metrics nothing is certain: an adapter's are folded into

@@ -23,7 +23,14 @@ def blocks(document: str, heading: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", body, flags=re.DOTALL)
 
 
-def run(command: Sequence[str], server: Server | ScriptedServer, *, cwd: Path = ROOT, **environment: str) -> str:
+def run(
+    command: Sequence[str],
+    server: Server | ScriptedServer,
+    *,
+    cwd: Path = ROOT,
+    limit_seconds: float = LIMIT_SECONDS,
+    **environment: str,
+) -> str:
     """Run a command; return what it prints. The environment has the server's URL in MULTILORA_URL, and what else is
     given; in the command, the URL stands in for the documents' own."""
     done = subprocess.run(
@@ -32,7 +39,7 @@ def run(command: Sequence[str], server: Server | ScriptedServer, *, cwd: Path = 
         cwd=cwd,
         capture_output=True,
         text=True,
-        timeout=LIMIT_SECONDS,
+        timeout=limit_seconds,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
