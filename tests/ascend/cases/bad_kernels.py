@@ -182,7 +182,8 @@ GOOD = Case("good_copy", copy_rows, {"launch": _copy}, max_us=MAX_US)
 BAD = [
     _bad("gather", gather_shrink, _gather, {_COMPILES: "inside inner loops", _FINAL: "which are no maps"}, _ASSERTION),
     _bad("transposed", transposed_dot, _transposed, {_FINAL: "elements one by one"}, _ASSERTION),
-    _bad("scatter", scatter, _scatter, {_COMPILES: "scalar stores"}),
+    # Its single elements take their time, which is not judged where traffic is not.
+    _bad("scatter", scatter, _scatter, {_COMPILES: "scalar stores"}, max_us={}),
     _bad("nine_maps", copy_rows, lambda: _copy(num_maps=9), {_FINAL: "9 scalar loads for one work item"}),
     _bad("twice", copy_rows, lambda: _copy(repeats=2), {_FINAL: "2.00 x the minimum"}),
     _bad("transfers", copy_rows, lambda: replace(_copy(), max_transfers=15), {_FINAL: "16 transfers; 15 are allowed"}),
