@@ -90,6 +90,10 @@ class BlockPool:
     def num_holders(self, block: int) -> int:
         return self._num_holders[block]
 
+    def num_idle_in(self, blocks: Collection[int]) -> int:
+        """Those of kept blocks that count as free now, and will not when they are held."""
+        return sum(not self._num_holders[block] for block in blocks)
+
     def open(self, key: int, expected: int, shared: Sequence[int] = ()) -> None:
         """Open an account for a sequence that will need up to `expected` blocks. Takes no free block yet.
 

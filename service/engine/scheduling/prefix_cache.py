@@ -9,7 +9,8 @@ A running sequence *publishes* its full blocks when the step that computes their
 are known: a device runs steps in that order, so the next step may read them. Its account holds all blocks above those
 that it publishes, also where it has computed a second copy of one. Nothing found is kept across steps: a waiting
 sequence is looked up in each step that could admit it. Behind the last full block, tokens that a running sequence has
-computed of its last block are found too, and that block is copied.
+computed of its last block are found too, and that block is copied. A sequence whose prompt another one is just
+computing *awaits* it, for a bounded number of steps.
 
 Where the model has states, a prefix is found as far as a state was kept (`state_lines.py`), and its blocks behind that
 are computed a second time. States are kept where a later request is known to want one: where the request says so
@@ -17,8 +18,6 @@ are computed a second time. States are kept where a later request is known to wa
 where one waits for this one. A chunk ends there, with a block, since a node is a whole one; but where all prompt tokens
 but the last of one that waits are common, a chunk ends with these, and the part of a block becomes a tail: the sequence
 goes on in a copy of it, as all do that find it. Others are kept where a chunk happens to end with a block.
-
-A sequence whose prompt another one is just computing *awaits* it, for a bounded number of steps.
 
 Host time: one look-up in a dict for a block that is found or published, nothing for a token within a block.
 """
@@ -29,12 +28,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from adapters.sums import parts_of
 from service.engine.scheduling.host_prefixes import HostPrefixes
 from service.engine.scheduling.kv_blocks import BlockPool
-from service.engine.scheduling.prefix_trie import Found, Node, PrefixTrie, Way, tag_of
+from service.engine.scheduling.prefix_trie import Found, Node, PrefixTrie, Way, has_adapter, tag_of
 from service.engine.scheduling.state_lines import StateLines
-from service.engine.sequences.sequence import NEVER, Sequence, num_equal, same_until
+from service.engine.sequences.sequence import NEVER, Sequence, num_common
 
 if TYPE_CHECKING:
     from service.models.layers.caches import HostCopies
@@ -45,15 +43,13 @@ _AWAITED_STEPS, _AWAITED_TIMES = 16, 4
 
 @dataclass(slots=True)
 class CacheCounts:
-    """Tokens of prompts when requests first joined, those of them that were found, those of these that came from host
-    memory, those whose blocks were found and no state behind them, and tokens found when preempted requests joined
-    again."""
+    """Tokens of prompts since the start."""
 
-    queried_tokens: int = 0
-    hit_tokens: int = 0
-    host_hit_tokens: int = 0
-    stateless_tokens: int = 0
-    resumed_tokens: int = 0
+    queried_tokens: int = 0  # of requests that joined for the first time
+    hit_tokens: int = 0  # those of them that were found
+    host_hit_tokens: int = 0  # those of these that came from host memory
+    stateless_tokens: int = 0  # not found, though their blocks were, since no state behind them was kept
+    resumed_tokens: int = 0  # found when preempted requests joined again
 
 
 class PrefixCache:
@@ -122,7 +118,7 @@ class PrefixCache:
         if not self._may_read(sequence):
             return Found([], 0)
         way = self._way_of(sequence)
-        nodes = self._walk(way, (len(sequence.token_ids) - 1) // self._block_size, on_host=on_host)
+        nodes = self.trie.walk(way, (len(sequence.token_ids) - 1) // self._block_size, on_host=on_host)
         may_copy = may_copy and self._may_copy(sequence)
         if not self.lines.most_kept:
             is_whole = on_host or not may_copy
@@ -159,20 +155,14 @@ class PrefixCache:
         way = self._way_of(sequence)
         return is_worth_it and self.host.is_loading(way, found, num_here, num_free_blocks, is_idle=is_idle)
 
-    def num_idle_in(self, found: Found) -> int:
-        """Blocks of these that count as free now, and will not when they are held."""
-        return sum(not self._blocks.num_holders(block) for block in {*found.blocks, found.source} - {0})
-
     def is_awaiting(self, sequence: Sequence) -> bool:
         """Whether a running sequence computes tokens that this one should find instead of computing them too."""
         if not self._may_read(sequence):
             return False
         way = self._way_of(sequence)
-        if not self._computing and way.awaited is None:
-            return False
         if way.awaits_until is not None and self._num_steps >= way.awaits_until:
             return False
-        if way.awaited is None:
+        if way.awaited is None and self._computing:
             way.awaited = self._owner_of_next(way)
         if way.awaited is None:
             return False
@@ -195,17 +185,16 @@ class PrefixCache:
         """
         if found is None or self.lines.most_kept:
             found = self.find(sequence)
-        if found.source and self.num_idle_in(found) >= self._blocks.num_free:
+        if found.source and self._blocks.num_idle_in(found.held) >= self._blocks.num_free:
             found = self.find(sequence, may_copy=False)
-        num_tokens = found.num_tokens
         self._blocks.open(sequence.key, expected, found.blocks)
         if found.source:
             self._blocks.hold_beside(sequence.key, len(found.blocks), found.source)
             is_there = self._blocks.extend(sequence.key, len(found.blocks) + 1)
             assert is_there, "no block for the copy"
-        sequence.num_computed, sequence.copied_block = num_tokens, found.source
+        sequence.num_computed, sequence.copied_block = found.num_tokens, found.source
         self.lines.start(sequence, found.state_of, found.known, self._block_size)
-        self._count(sequence, num_tokens, found)
+        self._count(sequence, found)
         sequence.publish_at = NEVER
         if not self.is_on:
             return
@@ -259,18 +248,14 @@ class PrefixCache:
         """Release the sequence's account, after publishing what it has computed."""
         if sequence in self._tail_ends and sequence.publish_at != NEVER:
             self._publish_tail(sequence, goes_on=False)
-        self.publish(sequence)
-        way = self._ways.get(sequence.key)
-        if way is not None and way.node is not None:
-            self._publish_no_more(way)
+        self.leave_version(sequence)
         self.lines.stop(sequence)
         self._blocks.release(sequence.key)
 
     def leave_version(self, sequence: Sequence) -> None:
         """The sequence goes on with another adapter: publish what it has computed, and nothing from now on."""
         self.publish(sequence)
-        way = self._ways.get(sequence.key)
-        if way is not None and way.node is not None:
+        if (way := self._ways.get(sequence.key)) is not None:
             self._publish_no_more(way)
 
     def forget(self, sequence: Sequence) -> None:
@@ -285,25 +270,23 @@ class PrefixCache:
         way = self._ways.get(sequence.key)
         if way is None:
             return
-        nodes = self._walk(way, len(sequence.token_ids) // self._block_size, on_host=True)
-        if way.node is not None:
-            self._publish_no_more(way)
+        nodes = self.trie.walk(way, len(sequence.token_ids) // self._block_size, on_host=True)
+        self._publish_no_more(way)
         self._blocks.take_back(self.trie.drop(nodes[way.first_own :]))
 
     def drop_adapter(self, digest: str) -> None:
         """Drop what was computed with an adapter, or with a sum that has it, in all scopes. Its files were deleted or
         damaged: sequences that run with it publish no more, and none joins before it has been read again."""
-        made = [node for node in self.trie.nodes if _has_part(tag_of(node.part, self._block_size), digest)]
+        made = [node for node in self.trie.nodes if has_adapter(tag_of(node.part, self._block_size), digest)]
         self._blocks.take_back(self.trie.drop(made))
         for way in self._ways.values():
-            if _has_part(way.tag, digest) and way.node is not None:
+            if has_adapter(way.tag, digest):
                 self._publish_no_more(way)
 
     def reset(self) -> None:
         """Drop everything. Sequences that run keep their blocks, and publish no more."""
         for way in self._ways.values():
-            if way.node is not None:
-                self._publish_no_more(way)
+            self._publish_no_more(way)
         self._blocks.take_back(self.trie.drop_all())
 
     def check_integrity(self) -> None:
@@ -319,18 +302,18 @@ class PrefixCache:
 
     # ---- inner parts
 
-    def _count(self, sequence: Sequence, num_tokens: int, found: Found) -> None:
+    def _count(self, sequence: Sequence, found: Found) -> None:
         if sequence.num_cached is None:
-            sequence.num_cached = num_tokens
+            sequence.num_cached = found.num_tokens
             self.counts.queried_tokens += sequence.num_prompt
-            self.counts.hit_tokens += num_tokens
+            self.counts.hit_tokens += found.num_tokens
             way = self._ways.get(sequence.key)
             if way is not None and way.num_here is not None:
-                self.counts.host_hit_tokens += max(0, num_tokens - way.num_here)
+                self.counts.host_hit_tokens += max(0, found.num_tokens - way.num_here)
             if found.known is not None:
-                self.counts.stateless_tokens += found.known[1] - num_tokens
+                self.counts.stateless_tokens += found.known[1] - found.num_tokens
         else:
-            self.counts.resumed_tokens += num_tokens
+            self.counts.resumed_tokens += found.num_tokens
 
     def _may_read(self, sequence: Sequence) -> bool:
         """Whether the sequence may begin behind cached tokens: no logits of theirs, and no sum over them, is wanted."""
@@ -344,10 +327,6 @@ class PrefixCache:
             scope = (tenant, sequence.request.cache_salt, self._rope_class(sequence.max_total))
             way = self._ways[sequence.key] = Way(sequence, scope, tag, self._block_size)
         return way
-
-    def _walk(self, way: Way, num_blocks: int, *, on_host: bool = False) -> list[Node]:
-        """The nodes of the sequence's first blocks, as far as there are on the device, or in host memory too."""
-        return self.trie.walk(way.scope, way.parts(num_blocks)[:num_blocks], on_host=on_host)
 
     def _may_copy(self, sequence: Sequence) -> bool:
         """Whether the whole sequence fits beside a block that it copies, which it holds."""
@@ -387,15 +366,14 @@ class PrefixCache:
         other = self._latest.get(above)
         if other is None or not other.has_begun:  # its own copy is not launched
             return start, 0
-        end = min(start + most, other.num_computed, same_until(sequence, other))
-        num = num_equal(sequence.token_ids[start:end], other.token_ids[start:end])
+        num = num_common(sequence, other, start, min(start + most, other.num_computed))
         return (start + num, self._blocks.blocks(other.key)[len(nodes)]) if num else (start, 0)
 
     def _owner_of_next(self, way: Way) -> tuple[Sequence, int] | None:
         """The running sequence that computes the block behind what is found, and how many tokens of its are of use."""
         sequence = way.sequence
         num_blocks = sequence.num_prompt // self._block_size
-        nodes = self._walk(way, num_blocks)
+        nodes = self.trie.walk(way, num_blocks)
         if (expected := self.lines.expected(nodes)) is not None:
             num = self._num_common(sequence, expected[0])
             is_tail = num % self._block_size and self.lines.ask(expected[0], num)
@@ -411,8 +389,7 @@ class PrefixCache:
     def _num_common(self, sequence: Sequence, owner: Sequence) -> int:
         """Tokens that the sequence need not compute once the owner has. Where there are states these are whole blocks,
         or all but the last one of its prompt."""
-        most = min(sequence.num_prompt - 1, owner.num_prompt, same_until(sequence, owner))
-        num = num_equal(sequence.token_ids[:most], owner.token_ids[:most])
+        num = num_common(sequence, owner, 0, min(sequence.num_prompt - 1, owner.num_prompt))
         if not self.lines.most_kept:
             return num
         is_worth_it = num == sequence.num_prompt - 1 and num - owner.num_computed > self._block_size
@@ -445,12 +422,8 @@ class PrefixCache:
             self.trie.leave_root(node)
 
     def _publish_no_more(self, way: Way) -> None:
-        self._leave(way)
-        way.node = None
-        way.sequence.publish_at = NEVER
-        self.lines.publish_no_more(way.sequence)
-
-
-def _has_part(tag: bytes, digest: str) -> bool:
-    """Whether a tag is an adapter's, or that of a sum with it."""
-    return any(part == digest for part, _ in parts_of(tag.decode()))
+        if way.node is not None:
+            self._leave(way)
+            way.node = None
+            way.sequence.publish_at = NEVER
+            self.lines.publish_no_more(way.sequence)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from adapters.sums import parts_of
 from service.engine.sequences.sequence import NEVER, Sequence
 
 if TYPE_CHECKING:
@@ -125,6 +126,11 @@ def tag_of(part: bytes, block_size_tokens: int) -> bytes:
     return part[(block_size_tokens + 1) * _TOKEN_BYTES :]
 
 
+def has_adapter(tag: bytes, digest: str) -> bool:
+    """Whether a tag is an adapter's, or that of a sum with it."""
+    return any(part == digest for part, _ in parts_of(tag.decode()))
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """nodes: of the first tokens. source: the block that begins with the rest of `num_tokens`, to be copied, or 0.
@@ -138,8 +144,13 @@ class Found:
 
     @property
     def blocks(self) -> list[int]:
-        """Their blocks."""
+        """The blocks of the nodes."""
         return [node.block for node in self.nodes]
+
+    @property
+    def held(self) -> set[int]:
+        """The blocks that the sequence holds when it begins with these."""
+        return {*self.blocks, self.source} - {0}
 
 
 class PrefixTrie:
@@ -175,12 +186,12 @@ class PrefixTrie:
         if not root.children and not root.num_users:
             del self._roots[root.scope]
 
-    def walk(self, scope: Scope, parts: list[bytes], *, on_host: bool = False) -> list[Node]:
-        """The nodes of these parts from the root on, as far as there are on the device, or in host memory too."""
-        node, nodes = self._roots.get(scope), []
+    def walk(self, way: Way, num_blocks: int, *, on_host: bool = False) -> list[Node]:
+        """The nodes of the sequence's first blocks, as far as there are on the device, or in host memory too."""
+        node, nodes = self._roots.get(way.scope), []
         if node is None:
             return []
-        for part in parts:
+        for part in way.parts(num_blocks)[:num_blocks]:
             node = node.children.get(part)
             if node is None or not (node.block or on_host):
                 break

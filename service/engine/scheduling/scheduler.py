@@ -255,7 +255,7 @@ class Scheduler:
                 free_blocks = self._free_blocks()
                 continue
             found = self.cache.find(sequence)
-            need = self._blocks_missing(sequence) - len(found.blocks) + self.cache.num_idle_in(found)
+            need = self._blocks_missing(sequence) - len(found.blocks) + self.blocks.num_idle_in(found.held)
             is_short = self.slots.num_free == 0 or need > free_blocks
             if is_short and not self._find_place(sequence, need - free_blocks, found.blocks):
                 return

@@ -153,11 +153,13 @@ class ScheduledChunk:
         return self.num_tokens == 1 and self.start >= self.sequence.num_prompt
 
 
-def same_until(one: Sequence, other: Sequence) -> int:
-    """The token from which on equal tokens of two sequences may have other keys: where an adapter begins."""
-    if one.adapter == other.adapter and one.request.adapter_start == other.request.adapter_start:
-        return NEVER
-    return min((each.request.adapter_start for each in (one, other) if each.adapter is not None), default=NEVER)
+def num_common(one: Sequence, other: Sequence, start: int, end: int) -> int:
+    """Tokens from `start` on, up to `end`, that are equal and have equal keys and values in two sequences: from where
+    an adapter begins, they have others."""
+    if one.adapter != other.adapter or one.request.adapter_start != other.request.adapter_start:
+        starts = (each.request.adapter_start for each in (one, other) if each.adapter is not None)
+        end = min(end, min(starts, default=NEVER))
+    return num_equal(one.token_ids[start:end], other.token_ids[start:end])
 
 
 def num_equal(one: list[int], other: list[int]) -> int:
