@@ -260,7 +260,7 @@ class Settings(BaseSettings):
     max_ephemeral_bytes: Size = Field(
         ByteSize(4096 * MIB),
         description="largest size of ephemeral versions in memory together; a client may have half of what others "
-        "leave of it; beyond it uploads get 429; 0 refuses them",
+        "leave of it; beyond that uploads get 429, beyond half of it 413; 0 refuses them",
     )
     responses_store_bytes: Size = Field(
         ByteSize(0),

@@ -89,7 +89,9 @@ class AdapterStore:
         in_memory = None if shared else self.limits.max_ephemeral_bytes  # no other machine can read that
         self._ephemeral_bytes = None
         if in_memory:
-            self._ephemeral_bytes = StagingBytes(in_memory, "Ephemeral versions", "delete some, or move fewer names")
+            self._ephemeral_bytes = StagingBytes(
+                in_memory, "--max-ephemeral-bytes", "Ephemeral versions", "delete some, or move fewer names"
+            )
         self.base_name = base_name
         self._intake = Intake(layout, base_dir, row_plan, check_template, base_text)
         root = root / self._intake.fingerprint
@@ -149,8 +151,8 @@ class AdapterStore:
         condition(self.find(name), None)
 
     def begin(self, *, declared_bytes: int | None = None, owner: str = "", is_ephemeral: bool = False) -> Upload:
-        """Start an upload. `declared_bytes` (Content-Length) is checked first: TooLarge, StorageFull. `owner`'s quota
-        counts its bytes on the disk until it is finished.
+        """Start an upload. `declared_bytes`, the fewest that its files will have, are checked first: TooLarge,
+        StagingFull, StorageFull. `owner`'s quota counts its bytes on the disk until it is finished.
 
         is_ephemeral  its tensors are in memory alone, and its name, which has no durable version, goes when the store
                       is closed; `owner` has its share of `max_ephemeral_bytes`. Raises Unsupported if none is taken
@@ -164,6 +166,7 @@ class AdapterStore:
             )
         memory = self._files.memory if is_ephemeral else None
         held = HeldBytes(self._ephemeral_bytes if is_ephemeral else self.staging_bytes, owner)
+        held.check(declared_bytes or 0)
         Budget(self._files.staging, self.limits, held).check_disk(0 if is_ephemeral else declared_bytes or 0)
         with store_faults_are_ours():
             directory = self._files.staging / uuid.uuid4().hex

@@ -31,18 +31,21 @@ class StagingBytes:
 
     limit_bytes  of all uploads together, half of it for one owner; small uploads are admitted beyond it, up to a
                  quarter more
-    holders      the subject of the refusal's sentence
+    setting      what a refusal's sentence calls that
+    holders      its subject
     way_out      its end
     """
 
     def __init__(
         self,
         limit_bytes: int,
+        setting: str = "--max-staging-bytes",
         holders: str = "The uploads that are not finished",
         way_out: str = "upload again when they are done",
     ) -> None:
         self._lock = threading.Lock()
         self._holders, self._way_out = holders, way_out
+        self._setting = f"{setting} ({limit_bytes})"
         self._shares = ClientQuota(limit_bytes // 2, small=limit_bytes // 256)
 
     @property
@@ -51,15 +54,32 @@ class StagingBytes:
         with self._lock:
             return self._shares.num_held
 
-    def take(self, owner: str, num_bytes: int) -> None:
-        """Reserve bytes before they are written. Raises StagingFull if the owner may not have as many."""
+    def take(self, owner: str, num_bytes: int, before: int = 0) -> None:
+        """Reserve bytes before they are written, of an upload that holds `before` already. Raises TooLarge if it will
+        never have as many, StagingFull if the owner may not have them now."""
         with self._lock:
-            if not self._shares.acquire(owner, num_bytes):
-                raise StagingFull(
-                    f"{self._holders} hold {self._shares.num_held} bytes, of which yours hold "
-                    f"{self._shares.held_by(owner)}; a client gets as much as it leaves free for others, at most "
-                    f"{self._shares.most_of_one}; {self._way_out}."
-                )
+            self._acquire(owner, num_bytes, before)
+
+    def check(self, owner: str, num_bytes: int) -> None:
+        """Raise what `take` would raise for a whole upload of so many bytes."""
+        with self._lock:
+            self._acquire(owner, num_bytes, 0)
+            self._shares.release(owner, num_bytes)
+
+    def _acquire(self, owner: str, num_bytes: int, before: int) -> None:
+        shares, size = self._shares, before + num_bytes
+        if shares.acquire(owner, num_bytes):
+            return
+        most = f"{shares.most_of_one} bytes, half of {self._setting}"
+        if size > shares.most_of_one:
+            raise TooLarge(
+                f"The upload takes {size} bytes or more, and a client may hold {most}; ask the operator to raise that."
+            )
+        raise StagingFull(
+            f"{self._holders} hold {shares.num_held - before} bytes, of which yours hold "
+            f"{shares.held_by(owner) - before}; a client gets as much as it leaves free for others, at most {most}, "
+            f"and this upload takes {size} or more; {self._way_out}."
+        )
 
     def give_back(self, owner: str, num_bytes: int) -> None:
         """Release bytes that were removed, or became an adapter's."""
@@ -104,10 +124,15 @@ class HeldBytes:
         self._num_bytes = 0
 
     def take(self, num_bytes: int) -> None:
-        """Reserve bytes before they are written. Raises StagingFull."""
+        """Reserve bytes before they are written. Raises StagingFull, TooLarge."""
         if self._shared is not None:
-            self._shared.take(self.owner, num_bytes)
+            self._shared.take(self.owner, num_bytes, self._num_bytes)
             self._num_bytes += num_bytes
+
+    def check(self, num_bytes: int) -> None:
+        """Raise what `take` would raise for all bytes of the upload, of which none is here."""
+        if self._shared is not None:
+            self._shared.check(self.owner, num_bytes)
 
     def keep(self, num_bytes: int) -> None:
         """Release all bytes but so many; a second call is harmless."""

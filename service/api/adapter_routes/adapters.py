@@ -38,7 +38,7 @@ from service.api.schema.answers import AdapterDeleted, AdapterList, AdapterRespo
 from service.api.schema.base import each_once, no_query
 from service.api.state import Services, services_of
 from service.api.uploads.multipart import UploadQuery, in_upload_thread
-from service.api.uploads.receive import MakeParts, multipart, receive_upload
+from service.api.uploads.receive import MakeParts, announced_bytes, multipart, receive_upload
 from service.engine.ipc.messages import Tier
 from service.fairness.client_identity import CLIENT
 from service.fairness.thread_pool import in_turn
@@ -131,10 +131,8 @@ async def take_upload(
     tenant.take_change()
     if query.probe:
         refuse_probe(services, tenant)
-    # The announced bytes include the multipart framing, so the store's own limit is left to its running count.
-    announced = int(request.headers.get("content-length", 0))
     with services.uploading() as place, ExitStack() as held:
-        declared = min(announced, store.limits.max_upload_bytes)
+        declared = announced_bytes(request)
         upload = await in_upload_thread(
             store.begin, declared_bytes=declared, owner=CLIENT.get(), is_ephemeral=query.ephemeral
         )

@@ -14,6 +14,7 @@ from adapters.store.store import Upload
 from service.api.errors import BadRequest
 from service.api.uploads.multipart import MultipartUpload, Sent, in_upload_thread
 from service.api.uploads.slots import UploadSlot
+from service.api.uploads.tensors_json import MAX_BESIDE_BYTES
 
 # The parser is fed at least so much at a time, so that small network reads do not cost a thread switch each.
 _FEED_BYTES = 1 << 19
@@ -39,6 +40,13 @@ MakeParts = Callable[[Request, Callable[[str], object], Upload], Parts]
 def is_multipart(request: Request) -> bool:
     """Whether the request says so of its body."""
     return parse_options_header(request.headers.get("content-type"))[0] == b"multipart/form-data"
+
+
+def announced_bytes(request: Request) -> int:
+    """Fewest bytes that the files have in a body of the announced Content-Length; 0 where there is none."""
+    announced = max(0, int(request.headers.get("content-length", 0)) - MAX_BESIDE_BYTES)
+    # Base64 takes four bytes for three, and some writers escape each `+` or `/`.
+    return announced if is_multipart(request) else announced * 2 // 3
 
 
 def multipart(request: Request, check_name: Callable[[str], object], upload: Upload) -> MultipartUpload:

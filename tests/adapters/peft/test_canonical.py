@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save
 
-from adapters.errors import Malformed, StagingFull, StoreUnreachable
+from adapters.errors import Malformed, StoreUnreachable, TooLarge
 from adapters.store.store import AdapterStore, StoreLimits
 from tests.support.adapter_files import config_bytes, lora_tensors, modules_ending, small_layout, upload_bytes
 
@@ -53,7 +53,7 @@ def test_what_peft_saves_is_stored_as_it_came_without_a_copy(store: AdapterStore
 def test_what_has_another_form_is_written_anew_and_paid_for(
     store: AdapterStore, tmp_path: Path, content: bytes
 ) -> None:
-    with pytest.raises(StagingFull):
+    with pytest.raises(TooLarge, match="half of --max-staging-bytes"):
         upload_bytes(store, "mine", CONFIG, content)
     wide = AdapterStore(tmp_path / "wide", LAYOUT, StoreLimits(free_disk_floor_bytes=0), base_name="base")
     record, _ = upload_bytes(wide, "mine", CONFIG, content)

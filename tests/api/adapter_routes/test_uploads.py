@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from adapters.errors import AdapterError, StagingFull
+from adapters.errors import AdapterError, StagingFull, TooLarge
 from adapters.store.store import AdapterStore, StoreLimits
 from adapters.upload.staging_bytes import StagingBytes
 from service.api.errors import ApiError
@@ -38,26 +38,21 @@ MIB = 1 << 20
 def narrow(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """Two uploads of one key, one of each other key; those that are held open are no stalled clients."""
     settings: dict[str, Any] = {"model_name": BASE, "max_uploads": 4, "stall_limit_seconds": LIMIT_SECONDS}
-    settings |= {"api_keys": "reader", "admin_api_keys": "one,two,three"}
+    settings |= {"api_keys": "reader", "admin_api_keys": "one,two,three", "max_ephemeral_bytes": "8MiB"}
     with running_server(checkpoints.base, tmp_path_factory.mktemp("narrow"), **settings) as running:
         running.http.headers["Authorization"] = "Bearer one"
         yield running
 
 
-def sent_to(server: Server, key: str, sent: bytes = b"") -> socket.socket:
+def sent_to(
+    server: Server, key: str, sent: bytes = b"", line: str = "POST /v1/adapters", **headers: object
+) -> socket.socket:
     """The head of an upload and the beginning of its body have gone."""
-    head = "".join(
-        f"{name}: {value}\r\n"
-        for name, value in {
-            "Host": "x",
-            "Authorization": f"Bearer {key}",
-            **MULTIPART,
-            "Content-Length": 1 << 30,
-        }.items()
-    )
+    usual = {"Host": "x", "Authorization": f"Bearer {key}", **MULTIPART, "Content-Length": 1 << 30}
+    head = "".join(f"{name}: {value}\r\n" for name, value in {**usual, **headers}.items())
     host, port = server.url.removeprefix("http://").split(":")
     connection = socket.create_connection((host, int(port)), timeout=LIMIT_SECONDS)
-    connection.sendall(f"POST /v1/adapters HTTP/1.1\r\n{head}\r\n".encode() + sent)
+    connection.sendall(f"{line} HTTP/1.1\r\n{head}\r\n".encode() + sent)
     return connection
 
 
@@ -116,11 +111,39 @@ def test_a_configuration_that_is_refused_ends_the_upload_at_once(narrow: Server)
     wait_for(lambda: num_staged(narrow) == 0, "the upload to be gone")
 
 
+@pytest.mark.parametrize(
+    ("line", "content_type"),
+    [
+        ("PUT /v1/adapters/policy?ephemeral=true", MULTIPART["Content-Type"]),
+        ("POST /load_lora_adapter_from_tensors", MULTIPART["Content-Type"]),
+        ("POST /load_lora_adapter_from_tensors", "application/json"),
+    ],
+)
+def test_an_announced_body_that_memory_cannot_take_is_refused_before_it_comes(
+    narrow: Server, line: str, content_type: str
+) -> None:
+    headers = {"Content-Type": content_type, "Content-Length": 84_000_000}
+    with sent_to(narrow, "one", line=line, **headers) as connection:
+        answer = b""
+        while not answer.endswith(b"}"):
+            answer += (piece := connection.recv(1 << 16))
+            assert piece, answer
+    assert answer.startswith(b"HTTP/1.1 413 "), answer
+    assert b"4194304 bytes, half of --max-ephemeral-bytes (8388608)" in answer
+    assert num_staged(narrow) == 0
+
+
 def test_an_owner_has_at_most_half_of_the_bytes_and_leaves_as_many_free() -> None:
     staged = StagingBytes(512)
-    staged.take("one", 256)
-    with pytest.raises(StagingFull, match="256 bytes, of which yours hold 256; a client gets as much as it leaves"):
-        staged.take("one", 1)
+    with pytest.raises(TooLarge, match=r"takes 257 bytes .* 256 bytes, half of --max-staging-bytes \(512\)"):
+        staged.check("one", 257)
+    staged.check("one", 256)
+    staged.take("one", 200)
+    with pytest.raises(StagingFull, match=r"hold 200 bytes, of which yours hold 200; .* this upload takes 57 or more"):
+        staged.take("one", 57)
+    staged.take("one", 56)
+    with pytest.raises(StagingFull, match="of which yours hold 200; a client gets as much as it leaves"):
+        staged.take("one", 1, before=56)
     staged.take("two", 128)
     with pytest.raises(StagingFull):
         staged.take("two", 1)
