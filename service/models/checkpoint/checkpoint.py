@@ -20,7 +20,8 @@ from adapters.peft.module_names import tail_of
 from kernels.linear.quantised import Quantised, dequantise
 from service.models.checkpoint import quantised
 from service.models.checkpoint.gguf_checkpoint import GgufCheckpoint
-from service.models.checkpoint.quantised import EXPERT_SUFFIXES, FLOATS, Header, Sizes
+from service.models.checkpoint.headers import FLOATS, Header, Sizes
+from service.models.checkpoint.quantised import EXPERT_SUFFIXES
 from service.models.gguf_file import LINK, ROPE_FACTORS
 from service.models.spec.config_json import ModelError, read_config
 from service.models.spec.model_spec import ModelSpec

@@ -14,69 +14,15 @@ from dataclasses import dataclass
 import torch
 
 from kernels.linear.quantised import E2M1, Quantised, in_flat_blocks, pack_nibbles
+from service.models.checkpoint.headers import FLOATS, Header, Sizes
 from service.models.spec.config_json import ModelError
 from service.models.spec.quantisation import Quantisation
 
-FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _INT32 = ("I32",)
 MXFP4_BLOCK = 32
 # Behind the name of a tensor of all experts, instead of behind a module's.
 EXPERT_SUFFIXES = ("_blocks", "_scales")
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where the nibble of output n is, in a word of eight outputs
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """A tensor before it is read: dtype in the spelling of safetensors, and shape."""
-
-    dtype: str
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """A module's weight [outputs, inputs], or one of so many experts, beside its headers by suffix, and what
-    config.json says."""
-
-    outputs: int
-    inputs: int
-    headers: Mapping[str, Header]
-    config: Quantisation
-    experts: int = 1
-
-    def need(self, suffix: str, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> None:
-        """Raises ModelError unless the tensor is there, of one of the dtypes and, where any are given, shapes."""
-        header = self.headers.get(suffix)
-        if header is None:
-            raise ModelError(f"{suffix} is missing")
-        if header.dtype not in dtypes:
-            raise ModelError(f"{suffix} is {header.dtype}, and must be {' or '.join(dtypes)}")
-        if shapes and header.shape not in shapes:
-            wanted = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
-            raise ModelError(
-                f"{suffix} has the shape {list(header.shape)}, and a weight of {self.size} calls for {wanted}"
-            )
-
-    def check_bits(self, suffix: str, bits: int) -> None:
-        if self.config.bits and bits not in self.config.bits:
-            named = " or ".join(map(str, self.config.bits))
-            raise ModelError(f"{suffix} has codes of {bits} bits, and config.json says {named}")
-
-    def groups(self, suffix: str, num_groups: int) -> int:
-        """Inputs that share a scale, of so many scales for each output. Raises ModelError."""
-        group = self.config.group
-        if num_groups < 1 or self.inputs % num_groups:
-            raise ModelError(
-                f"{suffix} has scales for {num_groups} groups, which do not divide the {self.inputs} inputs"
-            )
-        found = self.inputs // num_groups
-        if group is not None and found != (self.inputs if group == -1 else group):
-            raise ModelError(f"{suffix} has one scale for {found} inputs, and config.json gives the group_size {group}")
-        return found
-
-    @property
-    def size(self) -> str:
-        return f"[{self.outputs}, {self.inputs}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +174,7 @@ def _check_packed(sizes: Sizes) -> None:
     sizes.need("weight_scale", tuple(FLOATS))
     shape = sizes.headers["weight_scale"].shape
     num_groups = shape[1] if len(shape) == 2 else 1
-    sizes.groups("weight_scale", num_groups)
+    sizes.check_groups("weight_scale", num_groups)
     sizes.need("weight_scale", tuple(FLOATS), (sizes.outputs, num_groups), *([(1,), (1, 1)] if num_groups == 1 else []))
     if "weight_zero_point" in sizes.headers:
         sizes.need("weight_zero_point", _INT32, (-(-sizes.outputs * bits // 32), num_groups))
@@ -254,7 +200,7 @@ def _read_packed(sizes: Sizes, tensors: Mapping[str, torch.Tensor]) -> Quantised
 def _check_awq(sizes: Sizes) -> None:
     sizes.need("scales", tuple(FLOATS))
     num_groups = sizes.headers["scales"].shape[0] if sizes.headers["scales"].shape else 0
-    sizes.groups("scales", num_groups)
+    sizes.check_groups("scales", num_groups)
     if sizes.outputs % 8:
         raise ModelError(f"qweight packs eight outputs in a word, and the weight has {sizes.outputs}")
     sizes.need("qweight", _INT32, (sizes.inputs, sizes.outputs // 8))
@@ -277,7 +223,7 @@ def _check_gptq(sizes: Sizes) -> None:
     sizes.need("qweight", _INT32, (sizes.inputs * bits // 32, sizes.outputs))
     sizes.need("scales", tuple(FLOATS))
     num_groups = sizes.headers["scales"].shape[0] if sizes.headers["scales"].shape else 0
-    sizes.groups("scales", num_groups)
+    sizes.check_groups("scales", num_groups)
     sizes.need("scales", tuple(FLOATS), (num_groups, sizes.outputs))
     if sizes.outputs * bits % 32:
         raise ModelError(f"qzeros packs {32 // bits} outputs in a word, and the weight has {sizes.outputs}")
