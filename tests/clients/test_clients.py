@@ -101,7 +101,7 @@ for name, params in (
     ("MessagesRequest", message_create_params.MessageCreateParamsBase),
     ("MessagesRequest", beta_params.MessageCreateParamsBase),
     ("CountTokensRequest", message_count_tokens_params.MessageCountTokensParams),
-    ("ToolDefinition", tool_param.ToolParam),
+    ("MessageTool", tool_param.ToolParam),
 ):
     unknown = set(params.__annotations__) - set(schemas[name]["properties"]) - {"betas"}
     assert not unknown, (name, unknown)

@@ -96,6 +96,12 @@ class Request(BaseModel):
         return schema
 
 
+class HistoryPart(Request):
+    """Part of a conversation so far, which is the client's own: keys that are not listed are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
 # Whoever moves a program from Azure's OpenAI to another server leaves the one in its client's settings, which send it
 # with every request; Anthropic's clients send the other with requests that name a beta in a header.
 _INERT = (b"api-version", b"beta")

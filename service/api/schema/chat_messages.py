@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_validator
 
-from service.api.schema.base import FIRST, Request, field_error, value_fault
+from service.api.schema.base import FIRST, HistoryPart, field_error, value_fault
 from service.grammars.json_schemas import least_chars
 
 # Characters of one call's arguments, and of a template's variables: as long as the longest text that is tokenised.
@@ -27,13 +27,7 @@ _MUST_HAVE_CONTENT = ("system", "developer", "user")
 ThoughtText = Annotated[str | None, BeforeValidator(lambda kept: kept if isinstance(kept, str) else None)]
 
 
-class _Kept(Request):
-    """Part of a history: unknown keys are the client's own."""
-
-    model_config = ConfigDict(extra="ignore")
-
-
-class TextPart(_Kept):
+class TextPart(HistoryPart):
     """A part of a message. `input_text`, `output_text` and `reasoning_text` are what the Responses API calls a text."""
 
     type: Literal["text", "input_text", "output_text", "reasoning_text", "refusal"]
@@ -52,7 +46,7 @@ class TextPart(_Kept):
         return (self.refusal if self.type == "refusal" else self.text) or ""
 
 
-class CalledFunctionParam(_Kept):
+class CalledFunctionParam(HistoryPart):
     """Which function, and with what: `arguments` is JSON as text, or an object."""
 
     name: str
@@ -84,7 +78,7 @@ def checked_variables(given: dict[str, Any] | None) -> dict[str, Any] | None:
 TemplateVariables = Annotated[dict[str, Any] | None, AfterValidator(checked_variables)]
 
 
-class ToolCallParam(_Kept):
+class ToolCallParam(HistoryPart):
     """A call that the assistant made."""
 
     id: str | None = None
@@ -92,7 +86,7 @@ class ToolCallParam(_Kept):
     function: CalledFunctionParam
 
 
-class ChatMessage(_Kept):
+class ChatMessage(HistoryPart):
     """One message of a chat. Keys that are not listed here are ignored; images, audio and files are not supported."""
 
     role: Annotated[str, Field(min_length=1, max_length=64)] = Field(

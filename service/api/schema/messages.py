@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, ModelWrapValidatorHandler, ValidationError, model_validator
+from pydantic import Field, ModelWrapValidatorHandler, ValidationError, model_validator
 
 from service.api.errors import quoted
-from service.api.schema.base import FIRST, Request, field_error
+from service.api.schema.base import FIRST, HistoryPart, Request, field_error
 from service.api.schema.chat_messages import TemplateVariables
 from service.api.schema.error_messages import bad_request
 from service.api.schema.requests import ChatRequest, Decoding, StopString
 from service.api.schema.responses import renamed
-from service.api.schema.tools import MAX_TOOLS, Name, Parameters
-from service.api.schema.unserved_fields import MESSAGE_FIELDS, MESSAGE_TOOL_FIELDS
+from service.api.schema.tools import MAX_TOOLS, MessageTool, MessageToolChoice
+from service.api.schema.unserved_fields import MESSAGE_FIELDS
 from service.fairness.thread_pool import LONG_TEXT_CHARS
 from service.grammars.json_schemas import least_chars
 
@@ -49,27 +49,16 @@ _FORMS = {
 # Claude Code's version and session, which differ from request to request: as the prompt's beginning they would keep
 # the prefix cache from anything behind them.
 _BILLING = "x-anthropic-billing-header"
-_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-_CHOICE = (
-    '`tool_choice` must be {"type": "auto"}, {"type": "any"}, {"type": "none"} or {"type": "tool", "name": ...}, which '
-    "names one of the `tools`; each may have `disable_parallel_tool_use`, true or false, and nothing else."
-)
 
 
-class _Kept(Request):
-    """Part of a conversation, which is the client's own: keys that are not listed are ignored, `cache_control` too."""
-
-    model_config = ConfigDict(extra="ignore")
-
-
-class SystemBlock(_Kept):
+class SystemBlock(HistoryPart):
     """A text."""
 
     type: Literal["text"]
     text: str
 
 
-class ResultBlock(_Kept):
+class ResultBlock(HistoryPart):
     """A part of a tool's result: a text, or the name of a tool that a search has found."""
 
     type: Literal["text", "tool_reference"]
@@ -87,14 +76,14 @@ class ResultBlock(_Kept):
         return self.text or "" if self.type == "text" else f"The tool {self.tool_name} is there now."
 
 
-class ToolReference(_Kept):
+class ToolReference(HistoryPart):
     """One of the `tools`."""
 
     type: Literal["tool_reference"]
     name: str
 
 
-class ContentBlock(_Kept):
+class ContentBlock(HistoryPart):
     """A part of a message."""
 
     type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result", "tool_addition", "tool_removal"]
@@ -146,7 +135,7 @@ class TurnConfig(Request):
     effort: str | None = Field(None, description="the chat template's `reasoning_effort`")
 
 
-class MessageParam(_Kept):
+class MessageParam(HistoryPart):
     """One turn of the conversation so far. A `system` turn behind the first user's is shown with what stands before
     it."""
 
@@ -188,67 +177,6 @@ class MessageParam(_Kept):
         return [block for block in self.content if block.type != "text" or block.text]
 
 
-class ToolDefinition(Request):
-    """A tool that the client runs when the model calls it."""
-
-    unserved = MESSAGE_TOOL_FIELDS
-
-    type: Literal["custom"] | None = None
-    name: Annotated[Name, Field(description="letters, digits, `_`, `-` and `.`, up to 128 of them")]
-    description: str | None = Field(None, description="what it does, for the model")
-    input_schema: Parameters = Field(description="JSON schema of an object")
-    strict: bool | None = Field(None, description="hold the model to the schema wherever it calls this tool")
-    defer_loading: bool | None = Field(None, description="true: not told to the model until a message names it")
-    input_examples: Annotated[list[Any], FIRST] | None = Field(None, description="left out")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_type(cls, value: Any) -> Any:
-        kind = value.get("type") if isinstance(value, dict) else None
-        if isinstance(kind, str) and kind != "custom":
-            sentence = (
-                f"A tool of type {quoted(kind)!r} is not supported by this server, which runs no tools; leave it out, "
-                "or define it by `name` and `input_schema` and run it yourself."
-            )
-            raise field_error("type", sentence)
-        return value
-
-    @property
-    def as_function(self) -> dict[str, Any]:
-        """The tool as chats have it."""
-        function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
-        return {"type": "function", "function": {**function, "strict": self.strict}}
-
-
-class ToolChoiceParam(Request):
-    """Whether and which tools are called."""
-
-    type: Literal["auto", "any", "tool", "none"]
-    name: str | None = Field(None, description="of type `tool`: the one that must be called")
-    disable_parallel_tool_use: bool | None = Field(None, description="true: one call at most")
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _check_form(cls, value: Any, read: ModelWrapValidatorHandler[ToolChoiceParam]) -> ToolChoiceParam:
-        try:
-            return read(value)
-        except ValidationError:  # which would be told as of a chat's `tool_choice`
-            raise field_error("type", _CHOICE) from None
-
-    @model_validator(mode="after")
-    def _check_name(self) -> ToolChoiceParam:
-        if self.type == "tool" and self.name is None:
-            raise field_error("name", _CHOICE)
-        if self.type != "tool" and self.name is not None:
-            raise field_error("name", "`tool_choice.name` is only allowed with `tool_choice.type`: 'tool'.")
-        return self
-
-    @property
-    def for_chat(self) -> Any:
-        """The choice as chats have it."""
-        return {"type": "function", "function": {"name": self.name}} if self.name else _CHOICES[self.type]
-
-
 class ThinkingParam(Request):
     """Whether to think first, for chat templates that take it."""
 
@@ -286,10 +214,10 @@ class MessagesRequest(Decoding):
     max_tokens: Annotated[int, Field(ge=1)] = Field(description="largest number of tokens of the answer")
     stop_sequences: Annotated[list[StopString], FIRST] | None = Field(None, description="the same as `stop`")
     stream: bool | None = Field(None, description="answer with server-sent events")
-    tools: Annotated[list[ToolDefinition], FIRST] | None = Field(
+    tools: Annotated[list[MessageTool], FIRST] | None = Field(
         None, description=f"tools that the model may call, up to {MAX_TOOLS}"
     )
-    tool_choice: ToolChoiceParam | None = Field(None, description="`auto`, `any`, `none`, or one `tool`")
+    tool_choice: MessageToolChoice | None = Field(None, description="`auto`, `any`, `none`, or one `tool`")
     thinking: ThinkingParam | None = Field(None, description="whether to think first")
     output_config: OutputConfig | None = Field(None, description="`effort` and `format`")
     context_management: dict[str, Any] | None = Field(None, description="left out: the client's history stays whole")

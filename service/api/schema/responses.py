@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 from uuid import uuid4
 
-from pydantic import ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from service.api.errors import ApiError, BadRequest, quoted
-from service.api.schema.base import FIRST, Request, field_error
+from service.api.schema.base import FIRST, HistoryPart, Request, field_error
 from service.api.schema.chat_messages import TemplateVariables, TextPart
 from service.api.schema.error_messages import bad_request
 from service.api.schema.requests import ChatRequest, Decoding
@@ -55,10 +55,8 @@ NAMES = {
 _NESTED = re.compile(r"\b(tools\[\d+\]|tool_choice)\.function\b(?=\.)")
 
 
-class InputItem(Request):
-    """One item of the conversation so far, which is the client's own: keys that are not listed here are ignored."""
-
-    model_config = ConfigDict(extra="ignore")
+class InputItem(HistoryPart):
+    """One item of the conversation so far."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] | None = None
     role: Literal["system", "developer", "user", "assistant"] | None = None

@@ -1,4 +1,4 @@
-"""The tools that a chat may call, as requests define them, and what of them a chat template sees."""
+"""The tools that a chat or a message may call, as requests define them, and what of them a chat template sees."""
 
 from __future__ import annotations
 
@@ -7,10 +7,20 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import (
+    AfterValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    ModelWrapValidatorHandler,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 
+from service.api.errors import quoted
 from service.api.schema.base import FIRST, Request, field_error, value_fault
-from service.api.schema.unserved_fields import TOOL_FIELDS
+from service.api.schema.unserved_fields import MESSAGE_TOOL_FIELDS, TOOL_FIELDS
 from service.grammars.json_schemas import least_chars
 
 # OpenAI's figure.
@@ -24,6 +34,12 @@ MAX_SCHEMA_DEPTH = 64
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
 _NO_SUCH_TOOL = "`tool_choice` names a function that is not among the `tools`."
 _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
+# The choices of the Messages API, in a chat's words.
+_MESSAGE_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_MESSAGE_CHOICE = (
+    '`tool_choice` must be {"type": "auto"}, {"type": "any"}, {"type": "none"} or {"type": "tool", "name": ...}, which '
+    "names one of the `tools`; each may have `disable_parallel_tool_use`, true or false, and nothing else."
+)
 
 
 def _checked_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
@@ -212,6 +228,67 @@ def callable_tools(tools: list[Tool], choice: ToolChoice | None) -> list[Tool]:
     if isinstance(choice, AllowedToolsChoice):
         return [tool for tool in tools if tool.function.name in choice.names]
     return tools
+
+
+class MessageTool(Request):
+    """A tool of the Messages API, which the client runs when the model calls it."""
+
+    unserved = MESSAGE_TOOL_FIELDS
+
+    type: Literal["custom"] | None = None
+    name: Annotated[Name, Field(description="letters, digits, `_`, `-` and `.`, up to 128 of them")]
+    description: str | None = Field(None, description="what it does, for the model")
+    input_schema: Parameters = Field(description="JSON schema of an object")
+    strict: bool | None = Field(None, description="hold the model to the schema wherever it calls this tool")
+    defer_loading: bool | None = Field(None, description="true: not told to the model until a message names it")
+    input_examples: Annotated[list[Any], FIRST] | None = Field(None, description="left out")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_type(cls, value: Any) -> Any:
+        kind = value.get("type") if isinstance(value, dict) else None
+        if isinstance(kind, str) and kind != "custom":
+            sentence = (
+                f"A tool of type {quoted(kind)!r} is not supported by this server, which runs no tools; leave it out, "
+                "or define it by `name` and `input_schema` and run it yourself."
+            )
+            raise field_error("type", sentence)
+        return value
+
+    @property
+    def as_function(self) -> dict[str, Any]:
+        """The tool as chats have it."""
+        function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
+        return {"type": "function", "function": {**function, "strict": self.strict}}
+
+
+class MessageToolChoice(Request):
+    """Whether a message calls tools, and which."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = Field(None, description="of type `tool`: the one that must be called")
+    disable_parallel_tool_use: bool | None = Field(None, description="true: one call at most")
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _check_form(cls, value: Any, read: ModelWrapValidatorHandler[MessageToolChoice]) -> MessageToolChoice:
+        try:
+            return read(value)
+        except ValidationError:  # which would be told as of a chat's `tool_choice`
+            raise field_error("type", _MESSAGE_CHOICE) from None
+
+    @model_validator(mode="after")
+    def _check_name(self) -> MessageToolChoice:
+        if self.type == "tool" and self.name is None:
+            raise field_error("name", _MESSAGE_CHOICE)
+        if self.type != "tool" and self.name is not None:
+            raise field_error("name", "`tool_choice.name` is only allowed with `tool_choice.type`: 'tool'.")
+        return self
+
+    @property
+    def for_chat(self) -> Any:
+        """The choice as chats have it."""
+        return {"type": "function", "function": {"name": self.name}} if self.name else _MESSAGE_CHOICES[self.type]
 
 
 def _inner(value: Any) -> list[Any]:
