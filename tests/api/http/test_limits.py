@@ -19,7 +19,7 @@ from service.api.errors import BadRequest
 from service.api.page import PAGE_PATHS
 from service.api.schema.control import LoadLoraRequest
 from service.models.layouts import layout_in
-from service.server.app import preload
+from service.server.preloading import preload
 from service.settings import Settings
 from service.start_check import StartError
 from service.tenants.tenants import Tenants
