@@ -42,7 +42,7 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="MULTILORA_", frozen=True, extra="forbid", env_ignore_empty=True)
 
     host: str = Field("127.0.0.1", description="address to listen on")
-    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 chooses a free one and logs it")
+    port: int = Field(8000, ge=0, le=65535, description="TCP port to listen on; 0 chooses a free one and logs it")
     model_dir: Path = Field(
         BUNDLED_MODEL_DIR,
         description="Hugging Face directory of the base model, or a .gguf file; default: the bundled model",
@@ -52,42 +52,41 @@ class Settings(BaseSettings):
     )
     preload_adapters_dir: Path | None = Field(
         None,
-        description="directory of adapter directories that are stored at the start under their folder names, "
-        "`org/name` for those two deep; default: the bundled adapters with the bundled model, else none",
+        description="directory whose adapters are stored at the start under the names of their folders, `org/name` "
+        "for those two deep; default: the bundled adapters with the bundled model, else none",
     )
     store_dir: Path = Field(
         Path("data") / "adapters",
-        description="directory of uploaded adapters; adapters of several base models may share it",
+        description="directory of uploaded adapters, which several base models may share",
     )
     store_shared: bool = Field(
         False,
-        description="share store-dir with other servers, on one machine or on a shared file system; each server needs "
-        "this setting, and a change on one holds on all",
+        description="share store-dir with other servers that have this setting too, on one machine or a shared file "
+        "system",
     )
 
     tool_parser: Literal[
         "auto", "template", "generic", "none", "hermes", "qwen3_coder", "llama3_json", "mistral", "lfm2"
     ] = Field(
         "auto",
-        description="format of the model's tool calls; auto: the one that the chat template shows, else a prompt of "
-        "the server's; template: no such prompt, tools are refused; generic: always that prompt; none: tools are "
-        "refused",
+        description="format of the model's tool calls; auto: as the chat template shows, else generic; generic: the "
+        "server's own prompt; template: as the chat template shows, else tools are refused; none: tools "
+        "are refused",
     )
     reasoning_parser: Literal["auto", "none", "think"] = Field(
         "auto",
-        description="think: text between <think> and </think> is `reasoning_content`; auto: the same for chat "
-        "templates that name these marks; none: it is part of the answer",
+        description="text of an answer that becomes `reasoning_content`; think: between <think> and </think>; auto: "
+        "the same where the chat template names these marks; none: no text",
     )
     classifier_from_token: TokenPair = Field(
         (),
-        description="the base is a yes/no reranker, as Qwen3-Reranker is: two tokens, such as no,yes, whose logits "
-        "behind its chat template score a query's document; adapters may name tokens of their own; default: it is none",
+        description="two tokens, such as no,yes, whose logits score documents, for a base that is a yes/no reranker; "
+        "default: the base is none",
     )
     disable_additional_properties: bool = Field(
         True,
-        description="objects of a JSON schema that names properties and does not say `additionalProperties` take no "
-        "others, in answers and in enforced calls of tools; false: they take others; a request's field of this name "
-        "decides first",
+        description="objects of a JSON schema with `properties` and without `additionalProperties` take no others; a "
+        "request's field of this name goes first",
     )
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
@@ -95,192 +94,185 @@ class Settings(BaseSettings):
     )
     weights: Literal["auto", "bf16", "fp8", "int8", "nf4"] = Field(
         "auto",
-        description="how the base's layers are held; auto: as the checkpoint has them; bf16: dequantised; others: "
-        "quantised while they load, which the same directory and adapters serve. Embeddings and head stay",
+        description="form of the base's layers in memory, but of embeddings and head; auto: the checkpoint's; bf16: "
+        "dequantised; others: quantised while they load",
     )
     fp8_activations: bool = Field(
         False,
-        description="in steps of more than 256 tokens, which prompts bring, round the inputs of float8 weights to "
-        "float8, so that prompts take less time; a token's numbers then depend on the size of its step, and answers on "
-        "what the prefix cache has; LoRA reads inputs as they are; on NVIDIA GPUs alone; see docs/quantised.md",
+        description="round the inputs of float8 weights to float8 in steps of more than 256 tokens, on NVIDIA GPUs "
+        "alone: prompts take less time, and a token's numbers depend on the size of its step; see "
+        "docs/quantised.md",
     )
     on_new_version: Literal["keep", "continue"] = Field(
         "keep",
-        description="what requests without `on_new_version` do when their adapter's name moves to another version: "
-        "keep theirs, or continue with the new one from the next token",
+        description="fate of a request without `on_new_version` when its adapter's name moves to another version; "
+        "keep: it keeps its own; continue: it goes on with the new one from the next token",
     )
     device: str = Field(
         "auto",
-        description="cpu, cuda or npu, with an index if need be (cuda:1); auto: an NPU if there is one, else a GPU, "
-        "else the CPU",
+        description="device of the engine, such as cpu, cuda:1 or npu; auto: an NPU if there is one, else a GPU, else "
+        "the CPU",
     )
     replicas: int = Field(
         1,
         ge=1,
         le=64,
-        description="number of engines, each on a device of its own; requests go to an engine that has their adapter, "
-        "and those that an engine loses before their first token go to another one",
+        description="number of engines, each on a device of its own; see docs/scale.md",
     )
     sampling_defaults: Literal["model", "openai"] = Field(
         "model",
-        description="sampling parameters of a request that does not name them; model: those of generation_config.json "
-        "(temperature, top_p, top_k, min_p, repetition_penalty); openai: temperature 1 and nothing else. End tokens "
-        "are the model's either way",
+        description="values of sampling parameters that a request leaves out; model: those of generation_config.json; "
+        "openai: temperature 1 and nothing else",
     )
     num_threads: Count | None = Field(
         None,
         description="number of CPU threads of the engine; default: the number with the fastest decode step at the "
-        "start, within the cores and the quota",
+        "start",
     )
     max_model_len_tokens: Count | None = Field(
         None,
-        description="largest number of tokens of one request, prompt and output; default and maximum: the model's own "
-        "limit (with linear RoPE scaling that times its factor)",
+        description="largest number of tokens of a request, prompt and output together; default and maximum: the "
+        "model's own limit, with linear RoPE scaling times its factor",
     )
     token_budget: Count | None = Field(
         None,
-        description="largest number of tokens in one step, prefill and decode together; default: 8192 on a GPU, 2048 "
-        "on an NPU, 256 on a CPU, less on a device with little memory",
+        description="largest number of tokens in a step, prefill and decode together; default: 8192 on a GPU, 2048 on "
+        "an NPU, 256 on a CPU, fewer with little memory",
     )
     max_sequences: Count | None = Field(
         None,
-        description="largest number of sequences that run at the same time; default: 256, on a CPU 64, and fewer "
-        "where their states would take more than half of the free memory",
+        description="largest number of sequences that run at the same time; default: 256, on a CPU 64, fewer where "
+        "their states would fill half of the free memory",
     )
     block_size_tokens: Count | None = Field(
         None,
-        description="number of tokens per KV block; default: 16, on an NPU 128, whose fused attention takes multiples "
-        "of that",
+        description="number of tokens in a KV block; default: 16, on an NPU 128",
     )
     prefix_cache: bool | None = Field(
         None,
-        description="keep keys and values of past requests for requests that begin alike; default: yes, on an NPU no; "
-        "--no-prefix-cache turns it off",
+        description="keep keys and values of past requests for requests that begin alike; default: true, on an NPU "
+        "false",
     )
     prefix_cache_scope: Literal["tenant", "server"] = Field(
         "tenant",
-        description="who shares the prefix cache; tenant: requests of one tenant; server: all requests, which can tell "
+        description="requests that share the prefix cache; tenant: those of one tenant; server: all, which can tell "
         "from times what others have asked",
     )
     eager: bool = Field(False, description="launch every step from Python and capture no graphs")
     batch_invariant: bool = Field(
         False,
-        description="a token's log probabilities are the same to the bit, whatever else is computed beside it; slower, "
-        "and not on an NPU; see docs/rollouts.md",
+        description="give a token the same log probabilities to the bit, whatever is computed beside it; slower, and "
+        "not on an NPU; see docs/rollouts.md",
     )
     lora_window: bool = Field(
         True,
-        description="keep the A rows of adapters behind the base weights, so that small steps on a GPU, and decode "
-        "steps on an NPU, need no separate shrink; no effect on a CPU",
+        description="keep the A rows of adapters behind the base weights, which saves small steps a separate shrink; "
+        "no effect on a CPU",
     )
     npu_graphs: bool = Field(
         False,
-        description="capture decode steps of up to 64 sequences as NPU graphs and replay them; /metrics names the "
-        "reason for steps that cannot be captured; not verified on an NPU",
+        description="replay decode steps of up to 64 sequences from NPU graphs; not verified on an NPU",
     )
     kv_bytes: Size | None = Field(
         None,
-        description="size of the KV cache, allocated once; default: the device's memory beside weights, steps and "
-        "adapter rows, up to what max-sequences can fill; on a CPU a quarter of the free memory, or one request of "
-        "the longest context if that is more, up to half of the free memory",
+        description="size of the KV cache, allocated at the start; default: the memory beside weights, steps and "
+        "adapter rows, as far as max-sequences can fill it; on a CPU a quarter of the free memory, or up "
+        "to half for one request of the longest context",
     )
     state_bytes: Size | None = Field(
         None,
-        description="size of convolution and delta-net states, allocated once; default: one line for each of "
-        "max-sequences",
+        description="size of convolution and delta-net states, allocated at the start; default: room for max-sequences",
     )
     state_cache_bytes: Size | None = Field(
         None,
-        description="size of the states that the prefix cache keeps of models with convolutions or delta nets, "
-        "allocated once; 0: such models compute every prompt; default: a sixth of kv-bytes, on an NPU 0",
+        description="size of the states that the prefix cache keeps, for models with convolutions or delta nets; 0: "
+        "such models compute every prompt; default: a sixth of kv-bytes, on an NPU 0",
     )
     prefix_host_bytes: Size = Field(
         ByteSize(0),
         description="size of the host memory for keys, values and states that leave the device, from where prompts "
-        "find them again; allocated once, and pinned beside a GPU; 0: none",
+        "find them again; 0: none",
     )
     adapter_row_bytes: Size | None = Field(
         None,
-        description="size of adapter rows on the device, allocated once; 0 turns LoRA off; default: up to a quarter "
-        "of the device's memory beside weights and steps; on a CPU of half of the free memory, and at most 1,024 rows "
-        "or 256 MiB",
+        description="size of adapter rows on the device, allocated at the start; 0 turns LoRA off; default: up to a "
+        "quarter of the memory beside weights and steps; on a CPU an eighth of the free memory, up to 1,024 rows or "
+        "256 MiB",
     )
     adapter_side_bytes: Size | None = Field(
         None,
-        description="size of non-LoRA parameters on the device, allocated once: DoRA magnitudes, biases, norms, "
-        "embeddings and heads of adapters; 0 refuses such adapters; default: on a CPU at most 64 MiB, elsewhere room "
-        "for vectors and norms of 16 adapters, and for embeddings and heads of two adapters or one, if all that is at "
-        "most a sixteenth of the memory beside weights and steps",
+        description="size of non-LoRA parameters of adapters on the device, such as DoRA magnitudes, biases and heads; "
+        "0 refuses such adapters; see docs/adapters.md; default: up to a sixteenth of the memory beside weights and "
+        "steps, on a CPU up to 64 MiB",
     )
-    host_tier_bytes: Size = Field(ByteSize(512 * MIB), description="size of the adapters in host memory")
+    host_tier_bytes: Size = Field(ByteSize(512 * MIB), description="size of the copies of adapters in host memory")
 
     max_queued_requests: Count = Field(
         default_factory=usual_queue,
-        description="largest number of sequences of one client that wait or run; beside others it may have half of "
-        "what they leave of twice as many; beyond it requests get 429; default: one for 8 MiB of memory, 512 to 4096",
+        description="largest number of one client's sequences that wait or run, fewer beside other clients; beyond it "
+        "requests get 429; default: one for 8 MiB of memory, 512 to 4096",
     )
     max_connections: Count = Field(
         default_factory=usual_connections,
-        description="largest number of open connections; a tenant, and an address other than this machine's own and "
-        "trusted-proxies, may have half of them; others get 429 at once; default: one for 4 MiB of memory, 1024 to "
-        "16384",
+        description="largest number of open connections, half of it for one tenant or address; beyond it they get "
+        "429; default: one for 4 MiB of memory, 1024 to 16384",
     )
     trusted_proxies: Addresses = Field(
         (),
-        description="proxies before this server, as addresses or networks separated by commas: their X-Forwarded-For "
-        "names the client, and their connections are not limited by address; default: none",
+        description="addresses or networks of proxies before this server, separated by commas, whose X-Forwarded-For "
+        "names the client; default: none",
     )
     max_batch_items: Count = Field(256, description="largest number of items of one POST /v1/completions/batch")
     max_logprobs: int = Field(
         20,
         ge=-1,
-        description="largest number of alternatives of a token in `logprobs`, `top_logprobs`, `prompt_logprobs`; -1: "
-        "all tokens",
+        description="largest number of alternatives of a token in `logprobs`, `top_logprobs` and `prompt_logprobs`; "
+        "-1: all tokens",
     )
     max_choices: Count = Field(16, description="largest `n` of a request")
     max_body_bytes: Size = Field(
         ByteSize(4 * MIB),
-        description="largest size of a JSON request body; large batches and lists of token ids may need more",
+        description="largest size of a JSON request body",
     )
     max_buffered_bytes: Size = Field(
         ByteSize(64 * MIB),
-        description="largest size of all JSON request bodies that are being read; a client may have half of what "
-        "others leave of it; beyond it all but small requests get 429",
+        description="largest size of all JSON request bodies that are being read, half of it for one client; beyond "
+        "it large ones get 429",
     )
     max_upload_bytes: Size = Field(
         ByteSize(2048 * MIB), description="largest size of an adapter upload, packed and unpacked"
     )
     max_versions: Count = Field(
-        8, description="number of stored versions of an adapter, the current one included; the oldest are deleted"
+        8,
+        description="largest number of stored versions of an adapter, the current one included; older ones are deleted",
     )
     max_version_bytes: Size = Field(
         ByteSize(1024 * MIB),
-        description="largest size of the older versions of one adapter together; the oldest are deleted first",
+        description="largest size of the older versions of an adapter together; the oldest are deleted first",
     )
     max_ephemeral_bytes: Size = Field(
         ByteSize(4096 * MIB),
-        description="largest size of ephemeral versions in memory together; a client may have half of what others "
-        "leave of it; beyond that uploads get 429, beyond half of it 413; 0 refuses them",
+        description="largest size of all ephemeral versions in memory, half of it for one client; beyond that uploads "
+        "get 429, and one that is larger than half 413; 0 refuses them",
     )
     responses_store_bytes: Size = Field(
         ByteSize(0),
-        description="largest size of the stored responses of one tenant, below store-dir; the oldest are deleted; 0: "
-        "none is stored, and `previous_response_id` is refused",
+        description="largest size of a tenant's stored responses, of which the oldest are deleted; 0: none is stored, "
+        "and `previous_response_id` is refused",
     )
     max_uploads: int = Field(
         16,
         ge=1,
         le=64,
-        description="largest number of uploads at a time; a client may have half of what others leave of it, and at "
-        "least one; beyond it uploads get 429",
+        description="largest number of uploads at a time, half of it for one client; beyond it uploads get 429",
     )
     max_staging_bytes: Size | None = Field(
         None,
-        description="largest size of unfinished uploads on the disk together; a client may have half of what "
-        "others leave of it; beyond it uploads get 429; default: eight times max-upload-bytes",
+        description="largest size of unfinished uploads on the disk, half of it for one client; beyond it uploads get "
+        "429; default: eight times max-upload-bytes",
     )
     min_free_disk_bytes: Size = Field(
-        ByteSize(256 * MIB), description="uploads that would leave less than this free on the disk get 507"
+        ByteSize(256 * MIB), description="free space that an upload must leave on the disk, or it gets 507"
     )
     lora_path_root: Path | None = Field(
         None,
@@ -290,38 +282,39 @@ class Settings(BaseSettings):
 
     api_keys: Keys = Field((), description="keys for inference, separated by commas; default: no key is needed")
     admin_api_keys: Keys = Field(
-        (), description="keys for everything, uploads and deletions included, separated by commas"
+        (),
+        description="keys for everything, uploads and deletions included, separated by commas; default: none, so that "
+        "nobody may upload where api-keys is set",
     )
     keys_file: Path | None = Field(
         None,
-        description="TOML file of tenants, their limits and the hashes of their keys, edited by `multilora keys`; "
+        description="TOML file of tenants, their limits and the hashes of their keys, which `multilora keys` edits; "
         "default: every client is one tenant",
     )
     root_path: RootPath = Field(
         "",
-        description="path below which a proxy serves this server, such as /lora; requests may have it before their "
-        "path, and /docs and /openapi.json name it",
+        description="path below which a proxy serves this server, such as /lora; default: none",
     )
     open_paths: OpenPaths = Field(
         ("/docs", "/openapi.json", "/version"),
-        description="those of /docs, /openapi.json, /version and /metrics that need no key where keys are set, "
-        "separated by commas; `none` for no path",
+        description="paths among /docs, /openapi.json, /version and /metrics that need no key where keys are set, "
+        "separated by commas; none: no path",
     )
     cors_origins: Origins = Field(
         (),
         description="origins of web pages that may call this server from a browser, such as https://ui.example, "
-        "separated by commas; * for all; default: none",
+        "separated by commas; *: all; default: none",
     )
     page: bool = Field(True, description="serve the page at /")
 
     stall_limit_seconds: float = Field(
         30.0,
         gt=0,
-        description="a client that sends or reads less than 1 KiB/s for this many seconds, or has not sent a whole "
-        "head in that time, loses its connection",
+        description="number of seconds after which a client loses its connection if it has not sent a whole head, or "
+        "sends or reads less than 1 KiB/s",
     )
     shutdown_limit_seconds: float = Field(
-        30.0, ge=0, description="number of seconds for running requests and uploads after SIGTERM"
+        30.0, ge=0, description="number of seconds that running requests and uploads have after SIGTERM"
     )
     pause_limit_seconds: float = Field(
         300.0,
@@ -333,20 +326,21 @@ class Settings(BaseSettings):
         64,
         ge=0,
         le=1000,
-        description="number of adapters with series of their own in /metrics, the busiest ones; ?adapter=NAME names "
+        description="number of adapters, the busiest ones, with series of their own in /metrics; ?adapter=NAME names "
         "others",
     )
     otlp_endpoint: Endpoint | None = Field(
         None,
-        description="OpenTelemetry collector that takes traces by OTLP over HTTP, such as http://127.0.0.1:4318; needs "
-        "the extra `otel`; default: no traces",
+        description="OpenTelemetry collector that takes traces by OTLP over HTTP, such as http://127.0.0.1:4318; "
+        "needs the extra `otel`; default: no traces",
     )
     log_format: Literal["text", "json"] = Field("text", description="format of the log, one line per request")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="lowest level that is logged")
     refusal_lines_per_minute: int = Field(
         60,
         ge=0,
-        description="number of log lines per minute about refused requests of one client; one line counts the rest",
+        description="largest number of log lines per minute about refused requests of one client; one line counts the "
+        "rest",
     )
 
     @classmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -57,10 +58,19 @@ def test_the_flags_of_serve(capsys: pytest.CaptureFixture[str]) -> None:
     common, advanced = capsys.readouterr().out.split("advanced settings:")
     assert common.count("\n  --") == 15
     assert all(f"--{name} VALUE" in common for name in ("model-dir", "store-dir", "kv-bytes", "api-keys"))
-    assert "default 4.0MiB" in advanced
+    assert "default: 4.0MiB" in advanced
     assert "--tool-parser {auto,template," in advanced
     assert "Undefined" not in advanced
     assert str(ROOT) not in common
+
+
+@pytest.mark.parametrize("name", Settings.model_fields)
+def test_the_help_of_a_setting_is_one_short_sentence_with_its_default(name: str) -> None:
+    (action,) = (one for one in flag_parser()._actions if one.option_strings == [f"--{name.replace('_', '-')}"])
+    text = str(action.help)
+    assert len(re.findall(r"\bdefault: |\bdefault and maximum: ", text)) == 1, text
+    assert len(text.split()) <= 45, text
+    assert not re.search(r"\. [A-Z]", text), text
 
 
 @pytest.mark.parametrize("spelling", ["max-body-bytes", "max_body_bytes", "MULTILORA_MAX_BODY_BYTES"])

@@ -4,7 +4,6 @@ completion`: what bash and zsh need to complete the command line, made from its 
 from __future__ import annotations
 
 import argparse
-import re
 import shlex
 import sys
 from collections.abc import Iterable
@@ -50,14 +49,15 @@ def flag_parser() -> argparse.ArgumentParser:
         prog="multilora serve",
         usage="multilora serve [--SETTING VALUE ...]",
         description="Start the server. Each setting is also an environment variable: --kv-bytes is MULTILORA_KV_BYTES. "
-        "Sizes (-bytes) are numbers or texts such as 512MiB; durations (-seconds) are numbers.",
+        "Sizes (-bytes) are numbers or texts such as 512MiB; durations (-seconds) are numbers; --no-SETTING turns off "
+        "a setting that is true or false.",
         allow_abbrev=False,
     )
     common = parser.add_argument_group("settings")
     advanced = parser.add_argument_group("advanced settings")
     for name in (*_COMMON_SETTINGS, *(name for name in Settings.model_fields if name not in _COMMON_SETTINGS)):
         default = default_of(name)
-        text = f"{Settings.model_fields[name].description}{f' (default {default})' if default else ''}"
+        text = f"{Settings.model_fields[name].description}{f'; default: {default}' if default else ''}"
         group = common if name in _COMMON_SETTINGS else advanced
         values = f"{{{','.join(choices)}}}" if (choices := choices_of(name)) else "VALUE"
         annotation = Settings.model_fields[name].annotation
@@ -210,8 +210,8 @@ def _arguments_of(command: str, parser: argparse.ArgumentParser) -> Iterable[_Ar
     for action in parser._actions:
         if action.help == argparse.SUPPRESS:
             continue
-        # Without defaults, which may be this machine's own.
-        text = re.sub(r" \((default .*|%\(default\)s)\)", "", action.help or "").replace("%%", "%")
+        # Without those defaults that may be this machine's own.
+        text = (action.help or "").replace("; default: %(default)s", "").replace("%%", "%")
         values = tuple(map(str, action.choices or ()))
         if command == "serve" and action.dest in Settings.model_fields:
             values = choices_of(action.dest)

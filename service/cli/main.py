@@ -192,7 +192,7 @@ def make_parser(command: str | None = None) -> argparse.ArgumentParser:
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
     url = os.environ.get("MULTILORA_URL", DEFAULT_URL)
-    text = "the server, with or without /v1; also MULTILORA_URL (%(default)s)"
+    text = "the server, with or without /v1; also MULTILORA_URL; default: %(default)s"
     parser.add_argument("--url", default=url, type=_server_url, help=text)
     key = os.environ.get("MULTILORA_API_KEY")
     parser.add_argument("--api-key", default=key, help="your key, where the server needs one; also MULTILORA_API_KEY")
@@ -284,9 +284,9 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("message", nargs="*", help="one message; without any an interactive chat")
     parser.add_argument("--adapter", help="name of an adapter; default: the base")
     parser.add_argument("--system", help="system message")
-    parser.add_argument("--temperature", type=_finite, default=0.0, help="0 is greedy (%(default)s)")
+    parser.add_argument("--temperature", type=_finite, default=0.0, help="0 is greedy; default: %(default)s")
     parser.add_argument(
-        "--max-tokens", type=_positive, default=256, help="largest number of tokens of the answer (%(default)s)"
+        "--max-tokens", type=_positive, default=256, help="largest number of tokens of the answer; default: %(default)s"
     )
 
 
@@ -315,7 +315,7 @@ def _add_keys(parser: argparse.ArgumentParser) -> None:
     add.add_argument(
         "tenant", help="name of the tenant (lower-case letters, digits, '-'); a new one gets a table without limits"
     )
-    text = "infer, upload, delete, download, control, admin, separated by commas (%(default)s)"
+    text = "infer, upload, delete, download, control, admin, separated by commas; default: %(default)s"
     add.add_argument("--scopes", default="infer", help=text)
     add.add_argument("--note", default="", help="a note for the list")
     actions.add_parser("list", help="list the keys by id", description="show the keys")
@@ -333,10 +333,10 @@ def _add_keys_file(parser: argparse.ArgumentParser, default: Any) -> None:
 def _add_bench(parser: argparse.ArgumentParser) -> None:
     _add_server(parser)
     parser.add_argument("--model", action="append", help="a model name, may be repeated; default: base and adapters")
-    parser.add_argument("--requests", type=_positive, default=64, help="requests in all (%(default)s)")
-    parser.add_argument("--concurrency", type=_positive, default=16, help="requests at a time (%(default)s)")
-    parser.add_argument("--prompt-words", type=_positive, default=32, help="words of a prompt (%(default)s)")
-    parser.add_argument("--max-tokens", type=_positive, default=64, help="tokens of an answer (%(default)s)")
+    parser.add_argument("--requests", type=_positive, default=64, help="requests in all; default: %(default)s")
+    parser.add_argument("--concurrency", type=_positive, default=16, help="requests at a time; default: %(default)s")
+    parser.add_argument("--prompt-words", type=_positive, default=32, help="words of a prompt; default: %(default)s")
+    parser.add_argument("--max-tokens", type=_positive, default=64, help="tokens of an answer; default: %(default)s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write JSON too; -: print it instead of the tables")
 
 
