@@ -290,6 +290,25 @@ def test_no_folder_is_crowded() -> None:
     assert not crowded, crowded
 
 
+MAX_LINES_OF_A_FILE = 430
+# Kernels of one op that share their loops and helpers; each file says why it is long.
+LONG_KERNELS = {
+    "kernels/batch_invariant/cuda.py",
+    "kernels/causal_conv1d/triton_ascend.py",
+    "kernels/causal_conv1d/triton_cuda.py",
+    "kernels/paged_attention/triton_cuda_kernels.py",
+}
+
+
+def test_no_file_of_the_product_is_long() -> None:
+    """Some 300 lines are read in one sitting; a longer file has a second subject, which belongs elsewhere."""
+    files = {path for top in ("service", "kernels", "adapters") for path in (ROOT / top).rglob("*.py")}
+    lengths = {path.relative_to(ROOT).as_posix(): len(path.read_text().splitlines()) for path in files}
+    long = {name: length for name, length in lengths.items() if length > MAX_LINES_OF_A_FILE}
+    assert long.keys() == LONG_KERNELS, long
+    assert all("file is long because" in (ROOT / name).read_text() for name in LONG_KERNELS)
+
+
 def test_bench_and_tests_share_tests_support_alone() -> None:
     """Neither needs the other, and no module of the wheel needs either."""
     wrong = [

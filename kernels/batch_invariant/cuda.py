@@ -3,6 +3,8 @@
 Products sum their inputs in an order that follows from the weight alone: in parts of fixed length, each from its first
 input to its last by one kind of instruction, the parts in turn. So tiles may be as large as a step wants, and the parts
 of a tile computed by one program or by several. Functions of rows are computed by a program for each row.
+
+The file is long because each replaced operator is a few lines around one of these two kernels.
 """
 
 # Triton's functions are untyped.

@@ -7,7 +7,8 @@ contiguous row of channels, of up to 4 KB, and the scalar unit reads maps only: 
 branch, since a masked scalar load reads all the same.
 
 Rows are named by age, because the compiler has no tuples: w0 is the newest tap, w7 the oldest of width 8, h1 the input
-one token back. Names beyond the width stand for h1 or w0 and are never used.
+one token back. Names beyond the width stand for h1 or w0 and are never used. The file is long because both kernels
+share taps and outputs, which have an argument for each of these names.
 """
 
 # Triton's functions are untyped; of two nested ifs the outer one is often settled when compiling, the inner one not.

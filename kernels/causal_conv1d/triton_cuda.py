@@ -5,7 +5,8 @@ read once and stays in a register for all of its taps. Grids follow from shapes 
 a call can be captured in a graph. What changes with the batch is not specialised: a layer's calls need two variants of
 the prefill kernel (`WARM_UP_TOKENS` reaches both), and one of the update kernel for each form of call.
 
-Both kernels keep rows of channels [BLOCK_D] in tuples, which unroll at compile time.
+Both kernels keep rows of channels [BLOCK_D] in tuples, which unroll at compile time. The file is long because they
+share taps, outputs and the state's lines.
 """
 
 # Triton's functions are untyped, its tuples grow by `+` alone, and of two nested ifs the outer one is often settled
