@@ -57,7 +57,8 @@ class AnswerReader:
 
     def __init__(self, reading: ParserConfig, *, in_pieces: bool = False) -> None:
         self._reading = reading
-        self._thoughts = _Thoughts(is_thinking=reading.is_thinking) if reading.thinks else None
+        inner = _CallsInThought(reading.calls, reading.tools) if reading.calls else None
+        self._thoughts = _Thoughts(inner, is_thinking=reading.is_thinking) if reading.thinks else None
         self._calls = _Calls(reading.calls, reading, in_pieces) if reading.calls else None
         self._num_calls, self._is_left_out = 0, False
 
@@ -76,7 +77,7 @@ class AnswerReader:
 
     def finish(self, *, is_cut: bool = False) -> list[Said]:
         """The withheld rest, once the text has ended. `is_cut`: it ended before the model had."""
-        thought, words = self._thoughts.finish() if self._thoughts is not None else ("", "")
+        thought, words = self._thoughts.finish(is_cut=is_cut) if self._thoughts is not None else ("", "")
         said = [*([Thought(thought)] if thought else []), *self._words(words)]
         if self._calls is None:
             return said
@@ -106,10 +107,12 @@ class _Thoughts:
 
     What is kept back is looked at once: what may begin a mark is short, and blanks, of which there may be any number,
     wait as they came until it is known whether they are said.
+
+    calls  looks for calls that end a thought whose own end is missing; None: there are no tools
     """
 
-    def __init__(self, *, is_thinking: bool) -> None:
-        self._is_thinking = is_thinking
+    def __init__(self, calls: _CallsInThought | None, *, is_thinking: bool) -> None:
+        self._calls, self._is_thinking = calls, is_thinking
         self._state: Literal["start", "thought", "words"] = "start"
         self._blanks: list[str] = []  # they stand before what is held
         self._held = ""
@@ -130,11 +133,17 @@ class _Thoughts:
             words, self._held = self._given(self._held), ""
         return thought, words
 
-    def finish(self) -> tuple[str, str]:
+    def finish(self, *, is_cut: bool) -> tuple[str, str]:
         """The withheld rest."""
+        words = ""
+        if self._state == "thought" and self._calls is not None:
+            kept, words = self._calls.finish(self._held, is_cut=is_cut)
+            self._held = kept
+            self.span = self.span[0], self._num_chars - len(words) if words else None
         held, self._held = self._with_blanks(self._held), ""
         if self._state == "thought" or (self._state == "start" and self._is_thinking):
-            return self._given(held).strip("\n"), ""
+            self._drops_breaks |= self._state == "start"
+            return self._given(held).rstrip("\n"), words
         if self._state == "start":
             self.span = 0, 0
         return "", self._given(held)
@@ -156,8 +165,11 @@ class _Thoughts:
 
     def _think(self) -> str:
         end, is_over = find_mark(self._held, END_OF_THOUGHT)
-        thought = self._held[:end].rstrip("\n")
-        breaks, self._held = self._held[len(thought) : end], self._held[end:]
+        text, self._held = self._held[:end], self._held[end:]
+        if self._calls is not None:
+            text = self._calls.push(text) + (self._calls.release() if is_over else "")
+        thought = text.rstrip("\n")
+        breaks = text[len(thought) :]
         if thought:
             thought = self._given(self._with_blanks(thought))
         self._blanks.append(breaks)
@@ -178,6 +190,55 @@ class _Thoughts:
             text = text.lstrip("\n")
             self._drops_breaks = not text
         return text
+
+
+class _CallsInThought:
+    """Keeps back what a thought holds from the first mark of a call on. It is a call if nothing but calls follow to the
+    end of the answer: models forget to end the thought first. Anything else is part of the thought."""
+
+    def __init__(self, form: CallFormat, tools: Tools) -> None:
+        self._mark, self._separators, self._tools = form.marks[0], form.separators, tools
+        self._parser: CallParser | None = form.parser(tools, False)  # None: there was something else
+        self._kept: list[str] = []  # from the mark on, or what may begin it
+
+    def push(self, text: str) -> str:
+        """Add a piece of the thought; what is certainly none of a call."""
+        if self._parser is None:
+            return text
+        at, held = 0, text
+        if not "".join(self._kept[:1]).startswith(self._mark):
+            held = self.release() + text
+            at, begins = find_mark(held, self._mark)
+            if not begins:
+                self._kept = [held[at:]] if at < len(held) else []
+                return held[:at]
+        self._kept.append(held[at:])
+        if self._are_calls(self._parser.push(held[at:])):
+            return held[:at]
+        self._parser = None
+        return held[:at] + self.release()
+
+    def release(self) -> str:
+        """What was kept back, as part of the thought."""
+        kept = "".join(self._kept)
+        self._kept.clear()
+        return kept
+
+    def finish(self, text: str, *, is_cut: bool) -> tuple[str, str]:
+        """Add the last piece; (what is left of the thought, the calls)."""
+        thought = self.push(text)
+        kept = self.release()
+        are_calls = self._parser is not None and kept.startswith(self._mark) and not is_cut
+        if are_calls and self._parser is not None and self._are_calls(self._parser.finish()):
+            return thought, kept
+        return thought + kept, ""
+
+    def _are_calls(self, found: list[Found]) -> bool:
+        """Whether there are calls of tools that there are, and nothing else."""
+        return all(
+            one.name in self._tools if isinstance(one, Call) else not str(one).strip(_BLANKS + self._separators)
+            for one in found
+        )
 
 
 # Characters that `str.strip` removes; all of them are below that.

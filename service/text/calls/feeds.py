@@ -69,8 +69,9 @@ class Feed(ABC):
         return found + ([rest] if rest else [])
 
     def _says_nothing(self, rest: str, ends_answer: bool) -> bool:
-        """Whether what stands behind the calls are brackets that nothing opened, and the mark or half of it."""
-        rest = rest.strip(" \t\r\n]}),")
+        """Whether what stands behind the calls are brackets that nothing opened, the end of a block, and
+        the mark or half of it."""
+        rest = rest.strip(" \t\r\n]}),`")
         return rest in ("", self._mark) or (ends_answer and self._mark.startswith(rest))
 
     def _noted(self, found: list[Found]) -> list[Found]:

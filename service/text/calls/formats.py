@@ -77,7 +77,7 @@ _FORMATS = (
         lambda source: llama3.TAG in source or _IPYTHON.search(source) is not None,
         (llama3.TAG,),
         llama3.Llama3Parser,
-        separators=f"{llama3.SEPARATOR}]}}",
+        separators=f"{llama3.SEPARATOR},]}}",
     ),
 )
 FORMATS = {one.name: one for one in _FORMATS}

@@ -12,13 +12,17 @@ from service.text.calls.json_reader import JsonReader
 from service.text.calls.json_text import BETWEEN, calls_in, head, named
 
 START, END = "<tool_call>", "</tool_call>"
-_OPENING = rf"{START}\s*+\[?\s*+"
+# Around JSON that a model writes as a block of Markdown.
+_FENCE = re.compile(r"`{1,3}(?:json?|js?)?\s{0,64}")
+_OPENING = rf"{START}\s*+(?:{_FENCE.pattern})?\[?\s*+"
 _HEAD, _NAMED = re.compile(_OPENING + head()), re.compile(_OPENING + named())
 _FOLLOWING = re.compile(BETWEEN + head())
 
 
 class HermesParser(CallParser):
-    """Calls between two marks; the end of the answer will do for the second one."""
+    """Calls between two marks; the end of the answer or the next call's first mark will do for the second one."""
+
+    _is_unended = _is_behind_unended = False
 
     def _find_start(self, held: str) -> tuple[int, bool]:
         return find_mark(held, START)
@@ -26,25 +30,37 @@ class HermesParser(CallParser):
     def _enter(self) -> None:
         self._blanks = BlankScanner(len(START))
         self._scanner: JsonScanner | None = None
+        self._is_behind_unended, self._is_unended = self._is_unended, False
 
     def _find_end(self, held: str) -> int | None:
         if self._scanner is None:
             if (start := self._blanks.end(held)) is None:
                 return None
+            if (fence := _FENCE.match(held, start)) is not None:
+                start = fence.end()
+                if start == len(held):
+                    return None
             if held[start] not in "{[":
                 return len(START)
             self._scanner = JsonScanner(start)
-        return self._scanner.end(held)
+        end = self._scanner.end(held)
+        self._is_unended = end is not None and not held.endswith(END, 0, end)
+        return end
 
     def _make_feed(self) -> Feed:
         return json_feed(self._tools)
 
     def _calls(self, text: str, *, is_cut: bool) -> list[Call] | None:
+        if self._is_behind_unended and text.strip() == START:  # it was written in the place of the second one
+            return []
         return json_calls(text, is_cut=is_cut)
 
 
+_MARK = re.compile(rf"{END}|(?={START})")
+
+
 class JsonScanner:
-    """Finds the mark behind JSON, in a text that grows.
+    """Finds the mark behind JSON, or the first mark of the next call, in a text that grows.
 
     start  where its first bracket stands
     """
@@ -54,15 +70,15 @@ class JsonScanner:
         self._at = start
 
     def end(self, held: str) -> int | None:
-        """Where the mark ends, None if it is not there yet. `held` is what it was, with more behind it."""
+        """Where the call ends, None if the mark is not there yet. `held` is what it was, with more behind it."""
         if not self._json.is_over:
             self._json.read(held)
             self._at = self._json.at
             if not self._json.is_over:
                 return None
-        at = held.find(END, self._at)
+        match = _MARK.search(held, self._at)
         self._at = max(self._at, len(held) - len(END) + 1)
-        return None if at < 0 else at + len(END)
+        return None if match is None else match.end()
 
 
 def json_feed(tools: Container[str]) -> JsonFeed:
@@ -73,4 +89,7 @@ def json_feed(tools: Container[str]) -> JsonFeed:
 def json_calls(text: str, *, is_cut: bool) -> list[Call] | None:
     """The calls between the marks, the second of which may be missing or cut."""
     body = text.removeprefix(START)
-    return calls_in(body[: len(body) - num_of_mark(body, END)], is_cut=is_cut)
+    body = body[: len(body) - num_of_mark(body, END)].strip()
+    if (fence := _FENCE.match(body)) is not None:
+        body = body[fence.end() :].rstrip("`")
+    return calls_in(body, is_cut=is_cut)

@@ -14,6 +14,8 @@ from service.text.calls.value_kinds import kind_of_value
 
 _BLANKS = re.compile(r"[ \t\r\n]*")
 _ARGUMENT_KEYS = ("arguments", "parameters")
+# What a call may hold besides its name and arguments.
+_OTHER_KEYS = {"id", "index", "type", "function"}
 
 
 def _no_constant(name: str) -> Any:
@@ -87,7 +89,11 @@ def _call(text: str, name_keys: tuple[str, ...]) -> Call:
         return _call(members["function"], ("name",))
     if not isinstance(name, str) or not name:
         raise ValueError("a call has no name")
-    given = next((members[key] for key in _ARGUMENT_KEYS if key in members), "null")
+    given = next((members[key] for key in _ARGUMENT_KEYS if key in members), None)
+    if given is None:
+        if not members.keys() <= {*name_keys, *_OTHER_KEYS}:  # they are somewhere else, and would be lost
+            raise ValueError("the arguments are missing")
+        given = "null"
     if given == "null" or given == '""':
         return Call(name, "{}")
     if given.startswith('"'):  # some models write the object as a text

@@ -12,11 +12,12 @@ from service.text.calls.json_reader import JsonReader
 from service.text.calls.json_text import BETWEEN, calls_in, head, named
 
 START, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
-_NAME = re.compile(r"\s*([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*")
+_BEHIND_NAME = r"\s*+(?:\[CALL_ID\]\s*+\w++\s*+)?(?:\[ARGS\]\s*+)?"
+_NAME = re.compile(rf"\s*([\w.-]+){_BEHIND_NAME}")
 _MAX_NAME_CHARS = 256
 _START = re.escape(START)
-_HEAD = re.compile(rf"{_START}\s*+(?:\[?\s*+{head()}|(?P<name>[\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\s*(?=\{{))")
-_NAMED = re.compile(rf"{_START}\s*+(?:\[?\s*+{named()}|(?P<name>[\w.-]+)(?:\[(?:C|A)|\s*\{{))")
+_HEAD = re.compile(rf"{_START}\s*+(?:\[?\s*+{head()}|(?P<name>[\w.-]+){_BEHIND_NAME}(?=\{{))")
+_NAMED = re.compile(rf"{_START}\s*+(?:\[?\s*+{named()}|(?P<name>[\w.-]+)\s*+(?:\[(?:C|A)|\{{))")
 _FOLLOWING = re.compile(BETWEEN + head())
 
 

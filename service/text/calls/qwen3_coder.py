@@ -21,10 +21,12 @@ from service.text.calls.value_kinds import Kinds, Listed, is_listed
 START, END = "<tool_call>", "</tool_call>"
 FUNCTION, END_OF_FUNCTION = "<function=", "</function>"
 PARAMETER, END_OF_PARAMETER = "<parameter=", "</parameter>"
-NAMED = re.compile(r"\s*<function=\s*(?P<name>[^>\s]+)\s*>\s*")
+# Models write the first mark twice, and put names into quotes.
+NAMED = re.compile(r"""\s*(?:<tool_call>\s*)?<function=\s*["']?(?P<name>[^>\s"']+)["']?\s*>\s*""")
 # With what follows the name of a call.
 OPENING = re.compile(rf"{NAMED.pattern}(?={PARAMETER}|{END_OF_FUNCTION})")
-PARAMETER_HEAD = re.compile(r"\s*<parameter=(?P<key>[^>\n]+)>")
+_KEY = r"""<parameter=\s*["']?(?P<key>[^>\n]+?)["']?\s*>"""
+PARAMETER_HEAD = re.compile(rf"\s*{_KEY}")
 CLOSING = re.compile(r"\s*</function>\s*")
 # Words that models write for null, true and false.
 _WORDS = {"null": "null", "none": "null", "true": "true", "false": "false"}
@@ -108,8 +110,15 @@ class Qwen3CoderParser(CallParser):
         return [] if text == END else json_calls(text, is_cut=is_cut) if text.startswith(START) else None
 
 
+# What a call ends with that leaves its last parameter open, where another one follows.
+_NEXT_CALL = rf"{END_OF_FUNCTION}\s{{0,64}}{END}(?=\s{{0,64}}{START}\s{{0,64}}{FUNCTION})"
+_MAX_NEXT_CHARS = 256
+
+
 class _XmlScanner:
     """Finds the mark that ends a call, outside of its parameters, in a text that grows."""
+
+    _inside = re.compile(f"{END_OF_PARAMETER}|(?P<call>{_NEXT_CALL})")
 
     def __init__(self, mark: str) -> None:
         self._mark = mark
@@ -119,18 +128,13 @@ class _XmlScanner:
     def end(self, held: str) -> int | None:
         """Where the mark ends, None if it is not there yet. `held` is what it was, with more behind it."""
         while True:
-            if self._is_inside:
-                start = held.find(END_OF_PARAMETER, self._at)
-                end = start + len(END_OF_PARAMETER)
-            else:
-                match = self._outside.search(held, self._at)
-                start, end = match.span() if match is not None else (-1, 0)
-                if match is not None and match.group() == self._mark:
-                    return end
-            if start < 0:
-                self._at = max(self._at, len(held) - len(END_OF_PARAMETER) + 1)
+            match = (self._inside if self._is_inside else self._outside).search(held, self._at)
+            if match is None:
+                self._at = max(self._at, len(held) - _MAX_NEXT_CHARS)
                 return None
-            self._at, self._is_inside = end, not self._is_inside
+            if match.group() == self._mark or match.lastgroup == "call":
+                return match.end()
+            self._at, self._is_inside = match.end(), not self._is_inside
 
 
 _NAMED = re.compile(rf"(?:{START})?{NAMED.pattern}")
@@ -144,9 +148,13 @@ def _beginning(mark: str) -> str:
     return written
 
 
-# At the end of a text: what may end the last parameter of a call where its own mark is missing.
+# What ends a parameter: its mark, or the beginning of another one where the mark is missing.
+_END_OF_VALUE = re.compile(rf"{END_OF_PARAMETER}|\n?(?={_KEY})")
+# At the end of a text: what may end a parameter, with or without its own mark.
+_MAY_BEGIN = rf"(?:{_beginning(START)}\s{{0,64}}(?:{_beginning(FUNCTION)})?)?"
 _MAY_END = re.compile(
-    rf"\n?(?:{END_OF_FUNCTION}\s{{0,64}}(?:{_beginning(END)}\s{{0,64}})?|{_beginning(END_OF_FUNCTION)})?\Z"
+    rf"\n?(?:{END_OF_FUNCTION}\s{{0,64}}(?:{_beginning(END)}\s{{0,64}}{_MAY_BEGIN})?|{_beginning(END_OF_FUNCTION)}"
+    rf"|{_beginning(END_OF_PARAMETER)}|{PARAMETER}[^>\n]{{0,256}}|{_beginning(PARAMETER)})?\Z"
 )
 _ENDS = re.compile(rf"\n?(?:{END_OF_FUNCTION}\s*(?:{END})?|{END})\s*\Z")
 _NOTHING_LISTED: Listed = ()
@@ -160,6 +168,7 @@ class XmlFeed(Feed):
         self._schemas, self._is_bare = tools, is_bare
         self._kinds_of = Kinds({})
         self._names: set[str] = set()
+        self._missing: set[str] = set()  # parameters that the tool has besides
         # Name of the parameter whose value comes next.
         self._key: str | None = None
         self._kinds, self._listed = frozenset[str](), _NOTHING_LISTED
@@ -173,7 +182,7 @@ class XmlFeed(Feed):
             return self._begin(held)
         end = self._at + MAX_HEAD_CHARS
         if (parameter := PARAMETER_HEAD.match(held, self._at, end)) is not None:
-            return self._enter(held, parameter.group("key").strip(), parameter.end())
+            return self._enter(held, parameter["key"].strip(), parameter.end())
         if (closing := CLOSING.match(held, self._at, end)) is not None:
             self._at = closing.end()
             return [Arguments(self._close())]
@@ -185,7 +194,9 @@ class XmlFeed(Feed):
         if opening is None or (self._is_bare and opening["name"] not in self._tools):
             return None
         self._at, self._is_open, self._names = opening.end(), True, set()
-        self._kinds_of = Kinds(self._schemas.get(opening["name"], {}))
+        schema = self._schemas.get(opening["name"], {})
+        self._kinds_of, properties = Kinds(schema), schema.get("properties")
+        self._missing = set(properties) if isinstance(properties, dict) else set()
         return [Begun(opening["name"])]
 
     def _enter(self, held: str, key: str, at: int) -> list[Found] | None:
@@ -193,26 +204,25 @@ class XmlFeed(Feed):
         if at == len(held):
             return None
         self._key, (self._kinds, self._listed), self._has_begun = key, self._kinds_of.of_and_listed(key), False
+        self._missing.discard(key)
         self._is_text = self._kinds == {"string"} and not self._listed
         self._at = self._scanned = at + held.startswith("\n", at)
         return []
 
     def _value(self, held: str) -> list[Found] | None:
-        num_chars, is_whole = find_mark(held[self._scanned :], END_OF_PARAMETER)
-        self._scanned += num_chars
-        if is_whole:
+        for match in _END_OF_VALUE.finditer(held, self._scanned):
+            if match["key"] is not None and match["key"].strip() not in self._missing:
+                continue
             # The last line break belongs to the mark.
-            end = self._scanned - (held[self._at : self._scanned].endswith("\n"))
-            found = self._valued(held[self._at : end])
-            self._at = self._scanned + len(END_OF_PARAMETER)
+            found = self._valued(held[self._at : match.start()].removesuffix("\n"))
+            self._at = match.end()
             return found
-        if not self._is_text:
+        may_end = _MAY_END.search(held, self._scanned)
+        assert may_end is not None, "it matches nothing, too"
+        self._scanned = may_end.start()
+        if not self._is_text or self._scanned <= self._at:
             return None
-        may_end = _MAY_END.search(held, self._at, self._scanned)
-        end = self._scanned if may_end is None else may_end.start()
-        if end <= self._at:
-            return None
-        value, self._at = held[self._at : end], end
+        value, self._at = held[self._at : self._scanned], self._scanned
         return [Arguments(self._member(json.dumps(value, ensure_ascii=False)[1:-1]))]
 
     def _valued(self, value: str) -> list[Found]:

@@ -134,6 +134,23 @@ MENDED: list[tuple[str, str, list[Said]]] = [
     ("hermes", '<tool_call>\n{{"name": "add", "arguments": {"a": 1, "b": 2}}}\n</tool_call>', [ADD]),
     ("hermes", '<tool_call>{\n{"name": "add", "arguments": {{"a": 1, "b": 2}}}}</tool_call>', [ADD]),
     ("llama3_json", '{{"name": "add", "parameters": {"a": 1, "b": 2}}}', [ADD]),
+    ("hermes", HERMES_CALL.replace("{", "```json\n{", 1).replace("}}", "}}\n```") + " So.", [ADD, "So."]),
+    ("hermes", HERMES_CALL.replace("</", "<") + "\nSo.", [ADD, "So."]),
+    ("hermes", HERMES_CALL.replace("</tool_call>", "") + HERMES_CALL, [ADD, ADD]),
+    ("qwen3_coder", HERMES_CALL.replace("\n</tool_call>", "") + HERMES_CALL, [ADD, ADD]),
+    ("qwen3_coder", "<tool_call>\n" + xml("add", a="1", b="2"), [ADD]),
+    ("qwen3_coder", xml("add", a="1", b="2").replace("=add", '="add"').replace("=a>", "='a'>"), [ADD]),
+    ("qwen3_coder", xml("add", a="1", b="2").replace("\n</parameter>", "", 1), [ADD]),
+    ("qwen3_coder", xml("typed", text="x", any="y").replace("\n</parameter>", "", 1),
+     [Call("typed", '{"text": "x", "any": "y"}')]),
+    ("qwen3_coder", xml("typed", text="x\n<parameter=text>\n<parameter=a b>", any="y"),
+     [Call("typed", '{"text": "x\\n<parameter=text>\\n<parameter=a b>", "any": "y"}')]),
+    ("qwen3_coder", xml("get_weather", city="Bern").replace("</parameter>\n", "") + "\n" + xml("now"),
+     [Call("get_weather", '{"city": "Bern"}'), NOW]),
+    ("llama3_json", '[{"name": "add", "parameters": {"a": 1, "b": 2}}, {"name": "now", "parameters": {}}]', [ADD, NOW]),
+    ("llama3_json", '{"name": "add", "parameters": {"a": 1, "b": 2}}, {"name": "now", "parameters": {}}', [ADD, NOW]),
+    ("llama3_json", '<|python_tag|>[{"name": "add", "parameters": {"a": 1, "b": 2}}]', [ADD]),
+    ("mistral", '[TOOL_CALLS] add [CALL_ID] a1B2c3D4e [ARGS] {"a": 1, "b": 2}', [ADD]),
     ("qwen3_coder", "<tool_call>\n<function=now>\n<parameter=a>\n1\n</function>\n</tool_call>",
      [Call("now", '{"a": 1}')]),
     ("qwen3_coder", xml("get_weather", city="Bern").replace("</parameter>\n", ""),
@@ -171,6 +188,10 @@ TEXTS = [
     ("hermes", '<tool_call>{"name": "f", "argum'),
     ("hermes", "<tool_call>" + "[" * 5000),
     ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "get_weather", "city": "Bern"}</tool_call>'),
+    ("hermes", "<tool_call>```python\nnow()\n```</tool_call>"),
+    ("llama3_json", '[{"name": "Bob", "parameters": {}}] is none, [{"a": 1}] and [ neither, nor ['),
+    ("llama3_json", "<|python_tag|>[{x} for x in y]"),
     ("qwen3_coder", "Use <tool_call> and <function=f>, a < b, <tool_"),
     ("qwen3_coder", "<tool_call><function=f>so</function></tool_call> and more"),
     ("qwen3_coder", "<tool_call>\n</tool_call>"),
@@ -407,6 +428,27 @@ class TestThoughts:
     def test_the_prompt_may_have_begun_them(self, text: str, said: list[Said]) -> None:
         assert read([text], self.OPENED) == said
         assert read(text, self.OPENED) == said
+
+    @pytest.mark.parametrize(
+        ("name", "text", "said"),
+        [
+            ("hermes", f"hm\n{HERMES_CALL}", [Thought("hm"), ADD]),
+            ("hermes", f"hm\n{HERMES_CALL}\n{HERMES_CALL}\n", [Thought("hm"), ADD, ADD]),
+            ("hermes", f"hm\n{HERMES_CALL} so", [Thought(f"hm\n{HERMES_CALL} so")]),
+            ("hermes", f"By <tool_call>\n{HERMES_CALL}", [Thought(f"By <tool_call>\n{HERMES_CALL}")]),
+            ("hermes", "hm\n<tool_", [Thought("hm\n<tool_")]),
+            ("hermes", HERMES_CALL.replace("add", "no"), [Thought(HERMES_CALL.replace("add", "no"))]),
+            ("qwen3_coder", f"hm\n\n{xml('add', a='1', b='2')}", [Thought("hm"), ADD]),
+        ],
+    )
+    def test_calls_end_a_thought_whose_own_end_is_missing(self, name: str, text: str, said: list[Said]) -> None:
+        for how in (read, read_in_pieces):
+            assert how([text], reading_of(name, thinks=True, is_thinking=True)) == said
+            assert how(text, reading_of(name, thinks=True, is_thinking=True)) == said
+
+    def test_a_thought_that_is_cut_in_a_call_is_a_thought(self) -> None:
+        reading = reading_of("hermes", thinks=True, is_thinking=True)
+        assert read(f"hm\n{HERMES_CALL}", reading, is_cut=True) == [Thought(f"hm\n{HERMES_CALL}")]
 
     def test_calls_come_after_them(self) -> None:
         text = f"<think>\n{HERMES_CALL}\n</think>\n\n{HERMES_CALL}"
