@@ -6,11 +6,7 @@ hence no locks.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from contextvars import copy_context
-from functools import partial
 from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args
 
 from pydantic import BaseModel, Field
@@ -22,6 +18,7 @@ from adapters.quota import NUM_SMALL
 from adapters.store.store import Upload, UploadPart
 from service.api.errors import BadRequest
 from service.api.schema.control import NameSetting
+from service.fairness.thread_pool import FairPool, in_turn
 from service.tenants.keys_file import TENANT
 
 VISIBILITIES: tuple[str, ...] = get_args(Visibility)
@@ -29,12 +26,12 @@ VISIBILITIES: tuple[str, ...] = get_args(Visibility)
 _MAX_CHARACTER_BYTES = 4  # in UTF-8
 _TEXT_PARTS = {"name": 1024, "note": 4096, "visibility": 16, "shared_with": 4096}
 
-# One for each upload that may be open (`--max-uploads`, up to 64, and one of each of NUM_SMALL clients beyond them):
-# whatever one of them is checked for, no other waits for its thread.
+# A thread for each upload that may be open (`--max-uploads`, up to 64, and one of each of NUM_SMALL clients beyond
+# them): whatever one of them is checked for, no other waits for its thread.
 MAX_THREADS = 64 + NUM_SMALL
 
 _Result = TypeVar("_Result")
-_threads = ThreadPoolExecutor(max_workers=MAX_THREADS, thread_name_prefix="upload")
+_THREADS = FairPool(MAX_THREADS, "upload")
 
 
 class Sent(NamedTuple):
@@ -206,8 +203,7 @@ def _refuse_long(part: str, num_characters: int) -> None:
 async def in_upload_thread(work: Callable[..., _Result], *arguments: Any, **named: Any) -> _Result:
     """Run what checks or stores an adapter, which may take seconds, in threads of its own: listings, deletions and
     prompts have the default ones, and do not wait for uploads. Who pays is known there as it is here."""
-    here = copy_context()
-    return await asyncio.get_running_loop().run_in_executor(_threads, partial(here.run, work, *arguments, **named))
+    return await in_turn(work, *arguments, pool=_THREADS, **named)
 
 
 class UploadQuery(BaseModel, extra="forbid"):
