@@ -106,6 +106,9 @@ class Damaged(AdapterError):
 
     code = "damaged"
 
+    def __init__(self, digest: str) -> None:
+        super().__init__(f"The files of adapter {digest[:12]} are damaged; delete it and upload it again.")
+
 
 class StorageFull(AdapterError):
     """Writing on would leave less free disk than the operator's floor. 507."""

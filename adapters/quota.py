@@ -34,6 +34,13 @@ class ClientQuota:
         """The count of one client."""
         return self._held[payer]
 
+    def told(self, payer: str, *, unit: str = "many") -> str:
+        """The client's part of a refusal: how much it holds, and may hold."""
+        return (
+            f"of which you have {self._held[payer]}; a client gets as {unit} as it leaves free for others, at most "
+            f"{self.most_of_one}"
+        )
+
     def acquire(self, payer: str, count: int) -> bool:
         """Add `count` to the client's if the quota allows it; returns whether it did."""
         if not count:

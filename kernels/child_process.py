@@ -33,6 +33,11 @@ def child_environment() -> dict[str, str]:
     return {**kept, "PYTHONPATH": os.pathsep.join(paths)}
 
 
+def ending_of(code: int | None) -> str:
+    """The end of a process by its exit code, as the end of a sentence about it."""
+    return f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
+
+
 def die_with_parent() -> None:
     """Ask Linux to kill this process when the thread that started it ends; a no-op on other systems."""
     if sys.platform == "linux":

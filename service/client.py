@@ -23,9 +23,7 @@ from typing import Any, Literal, NamedTuple
 import httpx
 
 from service.cli.client import TIMEOUT_SECONDS, answer_of, headers_of, path_of, sentences, server_url
-from service.cli.upload_client import Multipart, put
-
-_CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
+from service.cli.upload_client import CONFIG, TENSORS, Multipart, put
 
 
 class Version(NamedTuple):
@@ -96,7 +94,7 @@ class _Calls:
         def send() -> Version:
             config_file, tensors_file = _files_of(adapter, config)
             with config_file, tensors_file:
-                files = [("adapter_config", _CONFIG, config_file), ("adapter_model", _TENSORS, tensors_file)]
+                files = [("adapter_config", CONFIG, config_file), ("adapter_model", TENSORS, tensors_file)]
                 body = Multipart({"note": note} if note else {}, files)
                 return answer_of(put(self._url, self._api_key, path, body, headers), _version)
 
@@ -189,7 +187,7 @@ class AsyncClient(_Calls):
 def _files_of(adapter: Any, config: Any) -> tuple[Any, Any]:
     """adapter_config.json and adapter_model.safetensors, open."""
     if isinstance(adapter, str | Path):
-        return (Path(adapter) / _CONFIG).open("rb"), (Path(adapter) / _TENSORS).open("rb")
+        return (Path(adapter) / CONFIG).open("rb"), (Path(adapter) / TENSORS).open("rb")
     if not isinstance(adapter, Mapping):
         from peft import get_peft_model_state_dict
 

@@ -12,6 +12,11 @@ from pathlib import Path
 
 PROC = Path("/proc")
 DEVICES = Path("/dev")
+# By kind of device; the numbered ones, which are the devices themselves, first.
+DEVICE_NODES = {
+    "npu": ("davinci[0-9]*", "davinci_manager", "devmm_svm", "hisi_hdc"),
+    "cuda": ("nvidia[0-9]*", "nvidiactl", "nvidia-uvm"),
+}
 CGROUPS = Path("/sys/fs/cgroup")
 # Files that a server opens beside its connections: the store's, the engine's socket, what uploads write; and 256
 # ephemeral versions.
@@ -60,7 +65,7 @@ def may_find_accelerator(device: str) -> bool:
     """Whether a device that is named so may turn out to be no CPU, before torch is there to tell."""
     if device != "auto":
         return not device.startswith("cpu")
-    return any(any(DEVICES.glob(nodes)) for nodes in ("nvidia[0-9]*", "davinci[0-9]*"))
+    return any(any(DEVICES.glob(numbered)) for numbered, *_ in DEVICE_NODES.values())
 
 
 def _groups(controller: str) -> Iterator[Path]:

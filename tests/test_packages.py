@@ -325,6 +325,20 @@ def test_bench_and_tests_share_tests_support_alone() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_clients_name_the_files_that_the_server_reads() -> None:
+    """They import nothing of the store, which takes 0.1 s, and say the names again."""
+    code = """
+from adapters.files.paths import CONFIG_FILE, TENSOR_FILE
+from adapters.files.safetensors_header import INDEX_NAME
+from adapters.text.side_files import TEMPLATES_FOLDER, role_of
+from service.cli import commands, upload_client
+assert (upload_client.CONFIG, upload_client.TENSORS) == (CONFIG_FILE, TENSOR_FILE)
+assert (commands._INDEX, commands._TEMPLATES) == (INDEX_NAME, TEMPLATES_FOLDER)
+assert "ignored" not in map(role_of, commands._BESIDE)
+"""
+    _run(code)
+
+
 def test_ray_is_imported_by_its_own_modules_alone() -> None:
     """It is an extra: whoever does not ask for it need not have it."""
     files = [path for top in ("service", "kernels", "adapters") for path in (ROOT / top).rglob("*.py")]

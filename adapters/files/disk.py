@@ -221,7 +221,7 @@ class StoreFiles:
         except (*UNREADABLE, OSError) as error:
             refuse_shortage(error)
             self.adapter(digest)
-            raise Damaged(f"The files of adapter {digest[:12]} are damaged; delete it and upload it again.") from error
+            raise Damaged(digest) from error
 
     @staticmethod
     def complete(ready: Path, config: bytes, templates: Mapping[str, str], manifest: Manifest) -> None:
@@ -260,7 +260,7 @@ class StoreFiles:
                 found[DEFAULT_TEMPLATE] = (path / TEMPLATE_FILE).read_text(encoding="utf-8")
         except (*UNREADABLE, OSError) as error:
             refuse_shortage(error)
-            raise Damaged(f"The files of adapter {digest[:12]} are damaged; delete it and upload it again.") from error
+            raise Damaged(digest) from error
         return found
 
     def publish(self, ready: Path, digest: str) -> None:

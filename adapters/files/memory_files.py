@@ -37,9 +37,8 @@ class MemoryFiles:
         with self._lock:
             if not self._shares.acquire(owner, 1):
                 raise StagingFull(
-                    f"There are {self._shares.num_held} ephemeral versions in memory, of which you have "
-                    f"{self._shares.held_by(owner)}; a client gets as many as it leaves free for others, at most "
-                    f"{self._shares.most_of_one}; delete some, or move fewer names."
+                    f"There are {self._shares.num_held} ephemeral versions in memory, {self._shares.told(owner)}; "
+                    "delete some, or move fewer names."
                 )
             try:
                 descriptor = os.memfd_create("multilora-adapter")

@@ -302,9 +302,7 @@ class AdapterStore:
             return self._intake.archive(path, record.manifest, templates, created)
         except (Malformed, OSError) as error:
             refuse_shortage(error)
-            raise Damaged(
-                f"The files of adapter {record.digest[:12]} are damaged; delete it and upload it again."
-            ) from error
+            raise Damaged(record.digest) from error
 
     def fault(self) -> WriteFault | None:
         """The reason why the store cannot take changes; None where none is found. Writes to the disk."""

@@ -67,10 +67,9 @@ class LogprobBudget:
         """Charge `count` more. QueueFull if the client may not hold them."""
         if not self._shares.acquire(self._client, count):
             raise QueueFull(
-                f"Answers that are not sent yet hold {self._shares.num_held} log probabilities, of which you have "
-                f"{self._shares.held_by(self._client)}; a client gets as many as it leaves free for others, at most "
-                f"{self._shares.most_of_one}; send fewer of such requests at a time, lower `max_tokens` or the number "
-                "of alternatives, or read a stream.",
+                f"Answers that are not sent yet hold {self._shares.num_held} log probabilities, "
+                f"{self._shares.told(self._client)}; send fewer of such requests at a time, lower `max_tokens` or the "
+                "number of alternatives, or read a stream.",
                 headers={"Retry-After": "1"},
             )
         self._num_held += count

@@ -82,6 +82,10 @@ def utf8(what: str) -> Iterator[None]:
         ) from error
 
 
+def no_server(url: str) -> ClientError:
+    return ClientError(f"There is no server at {url}; start one with multilora serve, or set MULTILORA_URL.")
+
+
 @contextmanager
 def sentences(url: str) -> Iterator[None]:
     """Turn httpx's errors into ClientError."""
@@ -94,9 +98,7 @@ def sentences(url: str) -> Iterator[None]:
     except httpx.UnsupportedProtocol as error:
         raise ClientError(f"{url!r} must begin with http:// or https://.") from error
     except httpx.ConnectError as error:
-        raise ClientError(
-            f"There is no server at {url}; start one with multilora serve, or set MULTILORA_URL."
-        ) from error
+        raise no_server(url) from error
     except httpx.TimeoutException as error:
         raise ClientError(f"The server at {url} does not answer.") from error
     except httpx.RequestError as error:

@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from service.cli.client import ClientError, Missing, answer_of, connect, pages, path_of, sentences
-from service.cli.upload_client import Multipart, put
+from service.cli.upload_client import CONFIG, TENSORS, Multipart, put
 
 if TYPE_CHECKING:
     import httpx
 
-_CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _SHARDS, _INDEX = "adapter_model-*-of-*.safetensors", "adapter_model.safetensors.index.json"
 # The file of older versions of PEFT: a pickle, whose reading can run code; `weights_only` keeps to tensors.
 _PICKLE = "adapter_model.bin"
@@ -27,8 +26,7 @@ from safetensors.torch import save_file
 tensors = torch.load(sys.argv[1], map_location="cpu", weights_only=True)
 save_file({name: one.clone().contiguous() for name, one in tensors.items()}, sys.argv[2])
 """
-# Other files that the server reads: chat templates, end tokens, tokens that the base has
-# not.
+# Other files that the server reads: chat templates, end tokens, tokens that the base has not.
 _BESIDE = (
     *("chat_template.jinja", "chat_template.json", "tokenizer_config.json", "special_tokens_map.json"),
     *("added_tokens.json", "tokenizer.json", "generation_config.json"),
@@ -129,29 +127,29 @@ def _files_of(path: Path) -> dict[str, Path]:
         return {"archive": path}
     if not path.is_dir():
         raise ClientError(f"{path} is neither a directory nor an archive ({', '.join(_ARCHIVES)}).")
-    if (path / _PICKLE).is_file() and not (path / _TENSORS).is_file():
+    if (path / _PICKLE).is_file() and not (path / TENSORS).is_file():
         import shlex
 
-        command = shlex.join(["python", "-c", _CONVERT, str(path / _PICKLE), str(path / _TENSORS)])
+        command = shlex.join(["python", "-c", _CONVERT, str(path / _PICKLE), str(path / TENSORS)])
         raise ClientError(
-            f"{path} has its weights in {_PICKLE}, a pickle, which no server takes; make {_TENSORS} of it, where torch "
+            f"{path} has its weights in {_PICKLE}, a pickle, which no server takes; make {TENSORS} of it, where torch "
             f"and safetensors are installed, and upload again:\n{command}"
         )
-    if (path / _MLX).is_file() and not (path / _TENSORS).is_file():
+    if (path / _MLX).is_file() and not (path / TENSORS).is_file():
         raise ClientError(
             f"{path} has its weights in {_MLX}: an adapter of MLX (mlx_lm.lora), whose tensors have other names and "
-            f"are transposed; convert it to PEFT's form, {_TENSORS} (docs/adapters.md)."
+            f"are transposed; convert it to PEFT's form, {TENSORS} (docs/adapters.md)."
         )
-    shards = sorted(file.name for file in path.glob(_SHARDS)) if not (path / _TENSORS).is_file() else []
-    weights = [*shards, _INDEX] if shards else [_TENSORS]
-    missing = [name for name in (_CONFIG, *weights) if name != _INDEX and not (path / name).is_file()]
+    shards = sorted(file.name for file in path.glob(_SHARDS)) if not (path / TENSORS).is_file() else []
+    weights = [*shards, _INDEX] if shards else [TENSORS]
+    missing = [name for name in (CONFIG, *weights) if name != _INDEX and not (path / name).is_file()]
     if missing:
         raise ClientError(
             f"{path} has no {' and no '.join(missing)}; give a directory that PEFT's save_pretrained wrote."
         )
     templates = sorted(f"{_TEMPLATES}/{file.name}" for file in (path / _TEMPLATES).glob("*.jinja"))
     # The tensors last: the server hashes them as they come, once it has what the digest covers besides.
-    return {name: path / name for name in (_CONFIG, *_BESIDE, *templates, *weights) if (path / name).is_file()}
+    return {name: path / name for name in (CONFIG, *_BESIDE, *templates, *weights) if (path / name).is_file()}
 
 
 def _unsent(path: Path, files: dict[str, Path]) -> list[str]:

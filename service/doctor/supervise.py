@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kernels.child_process import ReportingChild
+from kernels.child_process import ReportingChild, ending_of
 from service.doctor.deep_report import Fault, Outcome
 from service.doctor.plan import Step
 
@@ -42,9 +42,7 @@ def run_step(
         is_gone = child.end()
         outcome.seconds = round(time.monotonic() - started, 1)
     if outcome.status == "running":
-        code = child.code
-        how = f"was killed by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
-        outcome.status, outcome.reason = "crashed", how + child.last_words
+        outcome.status, outcome.reason = "crashed", ending_of(child.code) + child.last_words
     elif outcome.status == "timed out":
         outcome.reason = f"did not end within {limit_seconds:.0f} s, and was killed{child.last_words}"
     if not is_gone:

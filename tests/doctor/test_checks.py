@@ -150,7 +150,7 @@ def test_a_device_that_torch_does_not_see_is_told(
     node: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its own steps are passed over, as the machine was taken for a CPU; not where a CPU was asked for."""
-    monkeypatch.setattr(machine_facts, "_DEVICES", tmp_path)
+    monkeypatch.setattr(machine_facts, "DEVICES", tmp_path)
     for name in (node, "nvidiactl"):  # the latter is there without any GPU
         (tmp_path / name).touch()
     for asked, wanted in (("auto", [True]), ("cpu", [])):

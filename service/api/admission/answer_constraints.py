@@ -10,6 +10,7 @@ from typing import Any
 
 from service.api.admission.rendering import is_format_idle, shown_tools
 from service.api.errors import BadRequest, quoted
+from service.api.schema.error_messages import out_of_vocabulary
 from service.api.schema.requests import ChatRequest, Generation
 from service.api.schema.response_formats import (
     JsonObjectFormat,
@@ -115,10 +116,7 @@ def _allowed(request: Generation, vocab_size: int) -> bytes:
         return b""
     highest = max(token_ids)
     if highest >= vocab_size:
-        raise BadRequest(
-            f"allowed_token_ids holds {highest}, which is out of vocabulary: the last token is {vocab_size - 1}.",
-            param="allowed_token_ids",
-        )
+        raise out_of_vocabulary("allowed_token_ids", highest, vocab_size)
     bits = bytearray(highest // 8 + 1)
     for token_id in token_ids:
         bits[token_id >> 3] |= 1 << (token_id & 7)

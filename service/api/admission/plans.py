@@ -16,7 +16,7 @@ from service.api.admission.answer_constraints import AnswerConstraints, TokenLis
 from service.api.admission.model_resolution import ResolvedModel
 from service.api.admission.prompts import Prompt, num_answer_tokens
 from service.api.errors import BadRequest, quoted
-from service.api.schema.error_messages import bad_request
+from service.api.schema.error_messages import bad_request, out_of_vocabulary
 from service.api.schema.requests import (
     MAX_HELD_LOGPROBS,
     ChatRequest,
@@ -251,9 +251,7 @@ def _checked_ids(request: Generation, name: str, vocab_size: int) -> tuple[int, 
     token_ids = getattr(request, name) or ()
     for token_id in token_ids:
         if token_id >= vocab_size:
-            raise BadRequest(
-                f"{name} holds {token_id}, which is out of vocabulary: the last token is {vocab_size - 1}.", param=name
-            )
+            raise out_of_vocabulary(name, token_id, vocab_size)
     return tuple(token_ids)
 
 

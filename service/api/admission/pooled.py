@@ -14,7 +14,15 @@ from uuid import uuid4
 
 from service.api.admission.model_resolution import ResolvedModel
 from service.api.admission.plans import PlannedSequence
-from service.api.admission.prompts import Prompt, check_fits, context_limit, encoded, refuse_hopeless, tokenized
+from service.api.admission.prompts import (
+    Prompt,
+    check_fits,
+    check_truncation,
+    context_limit,
+    encoded,
+    refuse_hopeless,
+    tokenized,
+)
 from service.api.admission.rendering import RenderedPrompt, rendered_chat
 from service.api.errors import BadRequest, quoted
 from service.api.schema.pooled import ClassifyRequest, EmbeddingRequest, InputRequest, PairRequest, PoolingRequest
@@ -189,11 +197,8 @@ def _prompts(
 ) -> list[Prompt]:
     """room: most tokens of a prompt"""
     asked = request.truncate_prompt_tokens
-    if asked is not None and asked > room:
-        raise BadRequest(
-            f"`truncate_prompt_tokens` is {asked}, but this server holds {room}; send less, or -1.",
-            param="truncate_prompt_tokens",
-        )
+    if asked is not None:
+        check_truncation(asked, room)
     prompts, num_tokens = [], 0
     for index, (query, document) in enumerate(pairs):
         before, tokens, after = parts(query, document)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from service.api.admission.rendering import RenderedPrompt
 from service.api.errors import BadRequest
+from service.api.schema.error_messages import out_of_vocabulary
 from service.api.schema.requests import (
     ChatRequest,
     CompletionRequest,
@@ -126,14 +127,20 @@ def _truncated(ready: Ready, request: PromptRequest, token_ids: tuple[int, ...])
     asked, limit = request.truncate_prompt_tokens, context_limit(ready)
     if asked is None:
         return token_ids
-    if asked > limit:
-        raise BadRequest(
-            f"`truncate_prompt_tokens` is {asked}, but this server holds {limit} tokens for a request; lower it.",
-            param="truncate_prompt_tokens",
-        )
+    check_truncation(asked, limit)
     wanted = wanted_tokens(request)
     most = asked if asked > 0 else max(1, limit - (1 if wanted is None else wanted))
     return token_ids[:most] if request.truncation_side == "right" else token_ids[-most:]
+
+
+def check_truncation(asked: int, limit: int) -> None:
+    """BadRequest for a `truncate_prompt_tokens` of more tokens than fit."""
+    if asked > limit:
+        raise BadRequest(
+            f"`truncate_prompt_tokens` is {asked}, but this server holds {limit} tokens for a request; send less, or "
+            "-1.",
+            param="truncate_prompt_tokens",
+        )
 
 
 def check_fits(
@@ -163,11 +170,7 @@ def check_fits(
     # After the length: this walks through all of them.
     too_high = next((token_id for token_id in token_ids if token_id >= ready.vocab_size), None)
     if too_high is not None:
-        raise BadRequest(
-            f"`{field}` holds the token {too_high}, which is out of vocabulary: the last token is "
-            f"{ready.vocab_size - 1}.",
-            param=field,
-        )
+        raise out_of_vocabulary(field, too_high, ready.vocab_size)
 
 
 def num_answer_tokens(ready: Ready, request: PromptRequest, num_prompt_tokens: int) -> int:

@@ -28,7 +28,7 @@ from service.text.stop_strings import StopStrings
 
 # Most tokens and alternatives of a streamed sequence whose log probabilities may wait for their client.
 MAX_WAITING_ENTRIES = 1 << 16
-_ABORTED = "An operator has ended all requests; send this one again later."
+ABORTED = "An operator has ended all requests; send this one again later."
 _SHUT_DOWN = "The server was shut down before the answer was complete; ask another one."
 
 
@@ -331,7 +331,7 @@ class SequenceRun:
             sentence = message.error or "The engine failed on this request."
             raise BadRequest(sentence) if message.client_fault else EngineFailed(sentence)
         if message.reason == "abort" and self._plan.pooling is not None:
-            raise NotReady(_ABORTED)
+            raise NotReady(ABORTED)
         piece = self._waiting
         self._give(self._detokenizer.finish())
         piece.finish_reason, piece.pooled = message.reason, message.pooled

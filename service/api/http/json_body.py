@@ -56,9 +56,8 @@ class BodyBudget:
         """QueueFull if the client may not have so many more."""
         if not self._shares.acquire(client, num_bytes):
             raise QueueFull(
-                f"The requests that are being read hold {self.num_bytes} bytes, of which you have "
-                f"{self._shares.held_by(client)}; a client gets as much as it leaves free for others, at most "
-                f"{self._shares.most_of_one}; send this one again later.",
+                f"The requests that are being read hold {self.num_bytes} bytes, "
+                f"{self._shares.told(client, unit='much')}; send this one again later.",
                 headers={"Retry-After": "1"},
             )
 

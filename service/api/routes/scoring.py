@@ -15,7 +15,7 @@ from fastapi.responses import Response
 from service.api.admission.pipeline import Admitted
 from service.api.errors import NotReady
 from service.api.generation.job import GenerationJob
-from service.api.generation.sequence import OutputChunk
+from service.api.generation.sequence import ABORTED, OutputChunk
 from service.api.http.json_body import JsonRoute
 from service.api.http.sse import JsonResponse
 from service.api.openapi import GENERATION_ERRORS
@@ -38,8 +38,6 @@ from service.fairness.thread_pool import LONG_TEXT_CHARS, run_in_thread
 from service.grammars.json_schemas import least_chars
 
 router = APIRouter(tags=["vLLM"], route_class=JsonRoute)
-
-_ABORTED = "An operator has ended all requests; send this one again later."
 
 
 class _Outputs:
@@ -70,7 +68,7 @@ class _Outputs:
         if self.labels:
             return self.numbers(piece, body)[0]
         if not piece.logprobs:
-            raise NotReady(_ABORTED)
+            raise NotReady(ABORTED)
         # In the order in which they were asked for; the sampled one may come first.
         no, yes = (logprob for _, logprob in piece.logprobs[0].top[-2:])
         return yes - no if body.use_activation is False else _sigmoid(yes - no)

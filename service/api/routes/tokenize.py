@@ -19,6 +19,7 @@ from service.api.http.json_body import JsonRoute
 from service.api.http.sse import json_answer, until_disconnect
 from service.api.openapi import TEXT_ERRORS, errors
 from service.api.schema.answers import DetokenizeResponse, TokenizeResponse, TokenizerInfo
+from service.api.schema.error_messages import out_of_vocabulary
 from service.api.schema.requests import ChatRequest, DetokenizeRequest, TokenizeRequest
 from service.api.state import Services, services_of
 from service.fairness.thread_pool import LONG_TEXTS, in_turn, run_in_thread
@@ -144,8 +145,5 @@ def _text(services: Services, token_ids: list[int]) -> str:
     vocab_size = max(services.tokenizer.vocab_size, 0 if ready is None else ready.vocab_size)
     highest = max(token_ids, default=-1)
     if highest >= vocab_size:
-        raise BadRequest(
-            f"`tokens` holds {highest}, which is out of vocabulary: the last token is {vocab_size - 1}.",
-            param="tokens",
-        )
+        raise out_of_vocabulary("tokens", highest, vocab_size)
     return services.tokenizer.decode(token_ids, skip_special_tokens=False)

@@ -177,3 +177,11 @@ def _dotted(path: Sequence[Any]) -> str:
         else:
             text += f".{quoted(part)}" if text else quoted(part)
     return text
+
+
+def out_of_vocabulary(field: str, token_id: int, vocab_size: int) -> BadRequest:
+    """The refusal of a field that holds a token which the model has not."""
+    return BadRequest(
+        f"`{field}` holds {token_id}, which is out of vocabulary: the last token is {vocab_size - 1}.",
+        param=field,
+    )

@@ -15,7 +15,8 @@ from service.api.schema.requests import (
     OnNewVersion,
     StreamOptions,
     TokenIds,
-    check_restart,
+    check_stream,
+    check_streamed,
 )
 from service.api.schema.unserved_fields import GENERATE_FIELDS, GENERATE_SAMPLING_FIELDS
 
@@ -59,13 +60,9 @@ class GenerateRequest(Answering):
 
     @model_validator(mode="after")
     def _check_stream(self) -> GenerateRequest:
-        if self.stream and self.sampling_params.prompt_logprobs is not None:
-            raise field_error(
-                "sampling_params", "`prompt_logprobs` is not available with `stream`; leave one of them out."
-            )
-        check_restart(self.on_new_version, self.stream)
-        if self.stream_options is not None and not self.stream:
-            raise field_error("stream_options", "`stream_options` is only allowed with `stream`: true.")
+        check_stream(self.stream, self.stream_options)
+        if self.stream:
+            check_streamed(self.on_new_version, self.sampling_params.prompt_logprobs, "sampling_params")
         return self
 
     def as_completion(self) -> CompletionRequest:

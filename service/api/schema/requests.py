@@ -198,26 +198,27 @@ class Generation(Decoding):
 
     @model_validator(mode="after")
     def _check_stream(self) -> Generation:
-        options = self.stream_options
-        # As vLLM has it; `false` asks for nothing.
-        asks = options is not None and any(
-            value is not False for value in options.model_dump(exclude_unset=True).values()
-        )
-        if asks and not self.stream:
-            raise field_error("stream_options", "`stream_options` is only allowed with `stream`: true.")
-        if self.prompt_logprobs is not None and self.stream:
-            raise field_error(
-                "prompt_logprobs", "`prompt_logprobs` is not available with `stream`; leave one of them out."
-            )
+        check_stream(self.stream, self.stream_options)
+        if self.stream:
+            check_streamed(self.on_new_version, self.prompt_logprobs, "prompt_logprobs")
         if self.truncate_prompt_tokens == 0:
             raise field_error("truncate_prompt_tokens", "`truncate_prompt_tokens` must be at least 1, or -1.")
-        check_restart(self.on_new_version, self.stream)
         return self
 
 
-def check_restart(on_new_version: str | None, stream: bool | None) -> None:
-    """Refuse to discard tokens that a client has."""
-    if on_new_version == "restart" and stream:
+def check_stream(stream: bool | None, options: StreamOptions | None) -> None:
+    """Refuse options of a stream where none is asked for, but for `false`, as vLLM has it."""
+    asked = {} if options is None else options.model_dump(exclude_unset=True)
+    if not stream and any(value is not False for value in asked.values()):
+        raise field_error("stream_options", "`stream_options` is only allowed with `stream`: true.")
+
+
+def check_streamed(on_new_version: str | None, prompt_logprobs: int | None, field: str) -> None:
+    """Refuse of a stream to discard tokens that its client has, and log probabilities of the prompt, asked for in the
+    field."""
+    if prompt_logprobs is not None:
+        raise field_error(field, "`prompt_logprobs` is not available with `stream`; leave one of them out.")
+    if on_new_version == "restart":
         raise field_error(
             "on_new_version",
             '`on_new_version`: "restart" discards tokens, which a stream has sent; leave out `stream`, or send '

@@ -14,8 +14,9 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
+from service.machine import DEVICE_NODES, DEVICES
+
 _DISTRIBUTIONS = ("torch", "torch_npu", "triton", "triton-ascend", "numpy", "safetensors", "tokenizers", "pybind11")
-_DEVICE_NODES = ("davinci[0-9]*", "davinci_manager", "devmm_svm", "hisi_hdc")
 _DRIVER_VERSION_FILE = Path("/usr/local/Ascend/driver/version.info")
 _TOOL_SECONDS = 10.0
 
@@ -101,7 +102,7 @@ def _package_dir(name: str) -> Path | None:
 
 
 def _device_nodes() -> dict[str, bool]:
-    nodes = sorted(node for pattern in _DEVICE_NODES for node in Path("/dev").glob(pattern))
+    nodes = sorted(node for pattern in DEVICE_NODES["npu"] for node in DEVICES.glob(pattern))
     return {str(node): os.access(node, os.R_OK | os.W_OK) for node in nodes}
 
 

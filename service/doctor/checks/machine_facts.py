@@ -20,13 +20,9 @@ from typing import Any
 
 from kernels.child_process import child_environment, die_with_parent
 from service.doctor.checks.step_process import StepFailed, StepHost
+from service.machine import DEVICE_NODES, DEVICES
 
 _TOOLS = {"npu": ("npu-smi", "info"), "cuda": ("nvidia-smi",)}
-_DEVICES = Path("/dev")
-_NODES = {
-    "npu": ("davinci[0-9]*", "davinci_manager", "devmm_svm", "hisi_hdc"),
-    "cuda": ("nvidia[0-9]*", "nvidiactl", "nvidia-uvm"),
-}
 _TOOL_SECONDS = 15.0
 # For one addition. This user's answer decides whether anything else is run, and comes with the first start of the
 # device's package, from a disk that may be slow; the others find it in memory.
@@ -60,11 +56,11 @@ def environment(host: StepHost) -> None:
 
 def _look_for_devices(host: StepHost) -> None:
     """Those that nobody asked for by name, and torch does not see: what is wrong with one, its own steps tell."""
-    for kind, (numbered, *_) in _NODES.items():
-        if found := sorted(path.name for path in _DEVICES.glob(numbered)):
+    for kind, (numbered, *_) in DEVICE_NODES.items():
+        if found := sorted(path.name for path in DEVICES.glob(numbered)):
             host.find(
                 "warning", "device-not-seen",
-                f"torch does not see the device of {_DEVICES / found[0]}, so the CPU was looked at.",
+                f"torch does not see the device of {DEVICES / found[0]}, so the CPU was looked at.",
                 f"Run the command again with --device {kind} and another --report-dir: it says what is wrong.",
             )  # fmt: skip
 
@@ -77,7 +73,7 @@ def permissions(host: StepHost) -> None:
     """
     # A device may let each of those who try wait to the end, and what it means for this user must be told all the same.
     until = time.monotonic() + host.limit_seconds - 1.5 * _ADD_SECONDS
-    nodes = sorted(node for pattern in _NODES[host.device_type] for node in _DEVICES.glob(pattern))
+    nodes = sorted(node for pattern in DEVICE_NODES[host.device_type] for node in DEVICES.glob(pattern))
     host.facts(
         uid=os.getuid(),
         gid=os.getgid(),

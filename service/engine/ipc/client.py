@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from kernels.child_process import child_environment
+from kernels.child_process import child_environment, ending_of
 from service.engine.ipc.config import EngineOptions
 from service.engine.ipc.link import ASLEEP, EngineDied, EngineLink
 from service.engine.ipc.messages import Drain, EngineStatus, Tier
@@ -221,8 +221,7 @@ class EngineClient(EngineLink):
             self._set_state("restarting", "The engine process has ended.")
         code = await self._exit_code(self._process)
         was_ready, self.ready = self.ready is not None, None
-        ending = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        return was_ready, self._fatal or f"The engine process {ending}."
+        return was_ready, self._fatal or f"The engine process {ending_of(code)}."
 
     async def _exit_code(self, process: asyncio.subprocess.Process) -> int:
         """Its stream has ended, so it must end soon, or is helped to."""
