@@ -219,7 +219,7 @@ class _CallsInThought:
         return held[:at] + self.release()
 
     def release(self) -> str:
-        """What was kept back, as part of the thought."""
+        """The text that was kept back, as part of the thought."""
         kept = "".join(self._kept)
         self._kept.clear()
         return kept
