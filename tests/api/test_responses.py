@@ -381,6 +381,77 @@ class TestTools:
         assert caught.value.param == param
         assert ".function" not in caught.value.message
 
+    # What Codex and agents that worked with other models send as input, besides what models here can see.
+    OTHER_ITEMS: tuple[dict[str, Any], ...] = (
+        {"type": "web_search_call", "id": "ws_1", "status": "completed", "action": {"type": "other"}},
+        {"type": "local_shell_call", "call_id": "c1", "status": "completed", "action": {"type": "exec"}},
+        {"type": "local_shell_call_output", "id": "c1", "output": "a.txt"},
+        {"type": "compaction", "encrypted_content": "gAAA"},
+        {"type": "tool_search_output", "call_id": "c2", "status": "completed", "tools": []},
+    )
+
+    def test_items_that_no_model_here_can_see_are_left_out_by_name(self, speaker: ScriptedServer) -> None:
+        speaker.says("So.")
+        asked: Any = [{"role": "user", "content": "so?"}]
+        answer = speaker.client.responses.with_raw_response.create(model=BASE, input=[*self.OTHER_ITEMS, *asked])
+        named = ", ".join(f"input[{at}] ({item['type']})" for at, item in enumerate(self.OTHER_ITEMS))
+        assert (answer.parse().output_text, answer.headers["X-Multilora-Left-Out"]) == ("So.", named)
+        prompt = speaker.engine.last_prompt
+        speaker.says("So.")
+        speaker.client.responses.create(model=BASE, input=asked)
+        assert speaker.engine.last_prompt == prompt
+
+    @pytest.mark.parametrize(
+        ("item", "sentence"),
+        [
+            ({"type": "item_reference", "id": "msg_1"}, "send the item itself"),
+            ({"type": "massage", "role": "user", "content": "a"}, "must be 'message', 'function_call'"),
+            ({"type": "a b"}, "must be 'message', 'function_call'"),
+        ],
+    )
+    def test_items_that_a_model_would_miss_are_refused(
+        self, speaker: ScriptedServer, item: dict[str, Any], sentence: str
+    ) -> None:
+        with pytest.raises(openai.BadRequestError, match=sentence) as caught:
+            speaker.client.responses.create(model=BASE, input=[{"role": "user", "content": "so?"}, item])  # type: ignore[list-item]
+        assert caught.value.param == "input[1].type"
+
+    def test_custom_calls_of_another_model_are_seen(self, speaker: ScriptedServer) -> None:
+        asked: Any = {"role": "user", "content": "so?"}
+        custom: Any = [
+            {"type": "custom_tool_call", "call_id": "c1", "name": "apply_patch", "input": '*** "a"\n'},
+            {"type": "custom_tool_call_output", "call_id": "c1", "output": "done"},
+        ]
+        function: Any = [
+            {
+                "type": "function_call",
+                "call_id": "c1",
+                "name": "apply_patch",
+                "arguments": '{"input": "*** \\"a\\"\\n"}',
+            },
+            {"type": "function_call_output", "call_id": "c1", "output": "done"},
+        ]
+        prompts = []
+        for calls in (custom, function):
+            speaker.says("So.")
+            speaker.client.responses.create(model=BASE, input=[asked, *calls, asked])
+            prompts.append(speaker.engine.last_prompt)
+        assert prompts[0] == prompts[1] and "apply_patch" in prompts[0]
+
+    def test_tools_may_come_as_an_item(self, speaker: ScriptedServer) -> None:
+        namespace = {"type": "namespace", "name": "n", "tools": [{"type": "custom", "name": "exec"}]}
+        search = {"type": "tool_search", "execution": "client", "description": "d", "parameters": {"type": "object"}}
+        items: Any = [
+            {"type": "additional_tools", "role": "developer", "tools": [namespace, self.ADD]},
+            {"role": "user", "content": "What is 1 + 2?"},
+        ]
+        speaker.says(self.CALL)
+        tools: Any = [search]
+        answer = speaker.client.responses.with_raw_response.create(model=BASE, input=items, tools=tools)
+        assert [item.type for item in answer.parse().output] == ["function_call"]
+        named = answer.headers["X-Multilora-Left-Out"].split(", ")
+        assert sorted(named) == ["input[0].tools[0] (namespace)", "tools[0] (tool_search)"]
+
     def test_what_the_client_can_say_of_a_tool_is_known(self, speaker: ScriptedServer) -> None:
         known = FunctionDefinition.model_fields | FunctionDefinition.unserved
         assert set(function_tool_param.FunctionToolParam.__annotations__) - {"type"} <= set(known)

@@ -6,6 +6,7 @@ what is wrong with that is told in the names that the client knows.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -18,6 +19,7 @@ from service.api.schema.base import FIRST, HistoryPart, Request, field_error
 from service.api.schema.chat_messages import TemplateVariables, TextPart
 from service.api.schema.error_messages import bad_request
 from service.api.schema.requests import ChatRequest, Decoding
+from service.api.schema.tools import TYPE
 from service.api.schema.unserved_fields import (
     RESPONSE_FIELDS,
     RESPONSE_REASONING_FIELDS,
@@ -34,6 +36,12 @@ _NEEDED = {
     "function_call_output": ("call_id", "output"),
     "reasoning": (),
 }
+# Calls of tools whose input is a text, and their results, under the names that functions have here.
+_SAME_AS = {"custom_tool_call": "function_call", "custom_tool_call_output": "function_call_output"}
+# Tools that Codex sends as an item, though they are none of the conversation.
+_MORE_TOOLS = "additional_tools"
+# Items that hold what a model must see: they are refused, not left out.
+_REFERENCE, _SAYING = "item_reference", ("role", "content")
 # How ids of items begin.
 ITEM_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 _LOGPROBS = "message.output_text.logprobs"
@@ -58,21 +66,50 @@ _NESTED = re.compile(r"\b(tools\[\d+\]|tool_choice)\.function\b(?=\.)")
 class InputItem(HistoryPart):
     """One item of the conversation so far."""
 
-    type: Literal["message", "function_call", "function_call_output", "reasoning"] | None = None
+    type: str | None = Field(
+        None, description=f"{', '.join(_NEEDED)}, custom_tool_call(_output), {_MORE_TOOLS}; others are left out"
+    )
     role: Literal["system", "developer", "user", "assistant"] | None = None
     content: _Texts | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = Field(None, description="JSON, as text")
     output: _Texts | None = Field(None, description="result of the function")
+    tools: list[dict[str, Any]] | None = Field(None, description=f"of {_MORE_TOOLS}: beside those of the request")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_of_functions(cls, value: Any) -> Any:
+        """Custom tools' calls as calls of functions, by which a model sees what another one did; and nothing of what is
+        left out."""
+        kind = value.get("type") if isinstance(value, dict) else None
+        if not isinstance(kind, str) or kind in _NEEDED:
+            return value
+        if kind == _MORE_TOOLS:
+            return {"type": kind, "tools": value.get("tools")}
+        if kind in _SAME_AS:
+            value = {**value, "type": _SAME_AS[kind]}
+            if isinstance(value.get("input"), str):
+                value["arguments"] = json.dumps({"input": value["input"]})
+            return value
+        if kind == _REFERENCE:
+            raise field_error("type", "`type` refers to an item that is not here; send the item itself.")
+        if TYPE.fullmatch(kind) is None or any(value.get(name) is not None for name in _SAYING):
+            raise field_error("type", f"`type` must be {', '.join(map(repr, _NEEDED))}.")
+        return {"type": kind}
 
     @model_validator(mode="after")
     def _check_type(self) -> InputItem:
         kind = self.type or "message"
-        for field in _NEEDED[kind]:
+        for field in _NEEDED.get(kind, ()):
             if getattr(self, field) is None:
                 raise field_error(field, f"`{field}` is missing from an item of type '{kind}'; send it.")
         return self
+
+    @property
+    def is_left_out(self) -> bool:
+        """Whether it is no part of the conversation: what other services' tools did, tools, encrypted summaries."""
+        return (self.type or "message") not in _NEEDED
 
     @property
     def stored(self) -> dict[str, Any]:
@@ -177,7 +214,13 @@ class ResponsesRequest(Decoding):
         """The input, of which a text is a message of the user."""
         if isinstance(self.input, str):
             return [InputItem.model_validate({"role": "user", "content": self.input})]
-        return self.input
+        return [item for item in self.input if not item.is_left_out]
+
+    @property
+    def more_tools(self) -> list[tuple[str, dict[str, Any]]]:
+        """Tools that came as items, with their paths in the request."""
+        items = enumerate([] if isinstance(self.input, str) else self.input)
+        return [(f"input[{at}].tools[{n}]", tool) for at, item in items for n, tool in enumerate(item.tools or ())]
 
     @property
     def left_out(self) -> list[str]:
@@ -186,14 +229,17 @@ class ResponsesRequest(Decoding):
         for name in ("summary", "generate_summary"):
             if getattr(self.reasoning, name, None) is not None:
                 names.append(f"reasoning.{name}")
-        return names
+        items = enumerate([] if isinstance(self.input, str) else self.input)
+        names += [f"input[{at}] ({one.type})" for at, one in items if one.is_left_out and one.type != _MORE_TOOLS]
+        others = [(path, one.get("type")) for path, one in self.more_tools if one.get("type") != "function"]
+        return names + [f"{path} ({quoted(str(kind))})" for path, kind in others]
 
     @property
     def num_chars(self) -> int:
         """About the characters that become a chat, or enough of them for `run_in_thread` to leave the loop."""
         said = len(self.input) if isinstance(self.input, str) else sum(item.num_chars + 50 for item in self.input)
         form = None if self.text is None else self.text.format
-        other = [self.tools, self.tool_choice, self.chat_template_kwargs, form]
+        other = [self.tools, [tool for _, tool in self.more_tools], self.tool_choice, self.chat_template_kwargs, form]
         return said + len(self.instructions or "") + least_chars(other, LONG_TEXT_CHARS)
 
 
@@ -225,8 +271,9 @@ def chat_of(request: ResponsesRequest) -> ChatRequest:
         fields["verbosity"] = request.text.verbosity
         if request.text.format is not None:
             fields["response_format"] = _nested(request.text.format, "json_schema")
-    if request.tools:
-        fields["tools"] = [_nested(tool, "function") for tool in request.tools]
+    more = [tool for _, tool in request.more_tools if tool.get("type") == "function"]
+    if request.tools or more:
+        fields["tools"] = [_nested(tool, "function") for tool in (*(request.tools or ()), *more)]
     if isinstance(request.tool_choice, dict):
         fields["tool_choice"] = _nested_choice(request.tool_choice)
     try:
@@ -273,7 +320,7 @@ def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
         messages.append({"role": "system", "content": request.instructions})
     if isinstance(request.input, str):
         return [*messages, {"role": "user", "content": request.input}]
-    for item in request.input:
+    for item in request.items:
         if item.type == "function_call_output":
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _joined(item.output)})
         elif item.type in ("function_call", "reasoning") or item.role == "assistant":

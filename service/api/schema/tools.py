@@ -151,17 +151,18 @@ ToolChoice = Annotated[
 ]
 # In pydantic's paths, as above.
 TOOL_TAGS = ("function tool", "other tool")
-_TYPE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
-# Keys that only a function has: a tool with one of these is a function, whatever type it names.
-_OF_FUNCTIONS = ("function", "parameters")
+TYPE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
+# Keys that only a function has: a tool with one of these sets is a function, whatever type it names. Searches for tools
+# have parameters and no name.
+_OF_FUNCTIONS = ({"function"}, {"name", "parameters"})
 
 
 def _kind_of_tool(tool: Any) -> str:
     if isinstance(tool, OtherTool):
         return TOOL_TAGS[1]
     kind = tool.get("type") if isinstance(tool, dict) else None
-    is_other = isinstance(kind, str) and kind != "function" and _TYPE.fullmatch(kind) is not None
-    return TOOL_TAGS[is_other and not any(name in tool for name in _OF_FUNCTIONS)]
+    is_other = isinstance(kind, str) and kind != "function" and TYPE.fullmatch(kind) is not None
+    return TOOL_TAGS[is_other and not any(keys <= tool.keys() for keys in _OF_FUNCTIONS)]
 
 
 AnyTool = Annotated[
