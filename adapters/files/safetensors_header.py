@@ -95,9 +95,9 @@ def parse_json_object(
             refuse_surrogates(value)
     except (UnicodeDecodeError, ValueError, RecursionError) as error:
         reason = error if isinstance(error, Malformed) else "it is not valid JSON in UTF-8"
-        raise Malformed(f"{what} cannot be read: {reason}") from None
+        raise Malformed(f"{what} cannot be read: {reason}.") from None
     if not isinstance(value, dict):
-        raise Malformed(f"{what} cannot be read: it is not a JSON object")
+        raise Malformed(f"{what} cannot be read: it is not a JSON object.")
     return value
 
 
