@@ -17,7 +17,8 @@ are computed a second time. States are kept where a later request is known to wa
 (`Submit.keep_at`: chats know it), where one begins that goes on like this one (the blocks are found and no state), and
 where one waits for this one. A chunk ends there, with a block, since a node is a whole one; but where all prompt tokens
 but the last of one that waits are common, a chunk ends with these, and the part of a block becomes a tail: the sequence
-goes on in a copy of it, as all do that find it. Others are kept where a chunk happens to end with a block.
+goes on in a copy of it, as all do that find it. A preempted sequence leaves its state likewise, and goes on behind it.
+Others are kept where a chunk happens to end with a block.
 
 Host time: one look-up in a dict for a block that is found or published, nothing for a token within a block.
 """
@@ -101,6 +102,7 @@ class PrefixCache:
         self.lines.begin_step()
         ends, self._tail_ends = self._tail_ends, []
         for sequence in ends:
+            self.publish(sequence)
             if sequence.publish_at != NEVER:
                 self._publish_tail(sequence, goes_on=True)
 
@@ -220,14 +222,14 @@ class PrefixCache:
 
     def publish(self, sequence: Sequence) -> None:
         """Let others find the sequence's full blocks, which launched steps compute."""
-        num_known = min(sequence.num_computed, len(sequence.token_ids))
-        if num_known < sequence.publish_at:
+        if sequence.publish_at == NEVER:
             return
-        way, num_full = self._ways[sequence.key], num_known // self._block_size
-        node = way.node
+        way, num_known = self._ways[sequence.key], min(sequence.num_computed, len(sequence.token_ids))
+        node, num_full = way.node, num_known // self._block_size
         assert node is not None, "a sequence that publishes has a way"
         if node.is_dropped:
             self._publish_no_more(way)
+        if num_known < sequence.publish_at or node.is_dropped:
             return
         table = self._blocks.blocks(sequence.key)
         parts = way.parts(num_full)
@@ -244,10 +246,15 @@ class PrefixCache:
         way.num_nodes = num_full
         self._arrive(way, node)
 
-    def stop(self, sequence: Sequence) -> None:
-        """Release the sequence's account, after publishing what it has computed."""
-        if sequence in self._tail_ends and sequence.publish_at != NEVER:
-            self._publish_tail(sequence, goes_on=False)
+    def stop(self, sequence: Sequence, *, yields: bool = False) -> None:
+        """Release the sequence's account, after publishing what it has computed. yields: it will be computed again, and
+        begin behind the state that it leaves."""
+        self.publish(sequence)
+        if sequence.publish_at != NEVER:
+            if sequence in self._tail_ends:
+                self._publish_tail(sequence, goes_on=False)
+            elif yields and self.lines.most_kept and sequence.num_computed and not sequence.source_line:
+                self._keep_last(sequence)
         self.leave_version(sequence)
         self.lines.stop(sequence)
         self._blocks.release(sequence.key)
@@ -261,6 +268,7 @@ class PrefixCache:
     def forget(self, sequence: Sequence) -> None:
         """Forget a sequence that is over and holds nothing."""
         self._ways.pop(sequence.key, None)
+        self.lines.forget(sequence)
 
     # ---- what is dropped
 
@@ -272,7 +280,12 @@ class PrefixCache:
             return
         nodes = self.trie.walk(way, len(sequence.token_ids) // self._block_size, on_host=True)
         self._publish_no_more(way)
-        self._blocks.take_back(self.trie.drop(nodes[way.first_own :]))
+        own = nodes[way.first_own :]
+        if not own and len(nodes) == way.first_own:  # it has shared all whole blocks with others, but no part of one
+            above = nodes[-1] if nodes else self.trie.root(way.scope)
+            keys = [key for _, key in way.tails(len(nodes), self._block_size - 1)]
+            own = [] if above is None else [above.children[key] for key in keys if key in above.children]
+        self._blocks.take_back(self.trie.drop(own))
 
     def drop_adapter(self, digest: str) -> None:
         """Drop what was computed with an adapter, or with a sum that has it, in all scopes. Its files were deleted or
@@ -331,6 +344,13 @@ class PrefixCache:
     def _may_copy(self, sequence: Sequence) -> bool:
         """Whether the whole sequence fits beside a block that it copies, which it holds."""
         return -(-sequence.max_total // self._block_size) < self._blocks.capacity
+
+    def _keep_last(self, sequence: Sequence) -> None:
+        """Keep the state that the sequence's launched steps lead to, whose tokens are known and published."""
+        way = self._ways[sequence.key]
+        is_whole = not sequence.num_computed % self._block_size
+        if self.lines.keep(sequence, way.node if is_whole else None, yields=True) and not is_whole:
+            self._publish_tail(sequence, goes_on=False)
 
     def _publish_tail(self, sequence: Sequence, *, goes_on: bool) -> None:
         """The launched steps lead to a state within a block, which is kept: let others find it, and the sequence, if it

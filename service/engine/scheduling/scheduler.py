@@ -145,7 +145,7 @@ class Scheduler:
 
     def preempt(self, sequence: Sequence) -> None:
         """Free all that a running sequence holds; it waits to be computed again."""
-        self._stop(sequence)
+        self._stop(sequence, yields=True)
         sequence.num_computed = 0
         self.num_preemptions += 1
         self.moves.stopped(sequence)
@@ -325,10 +325,10 @@ class Scheduler:
         insort(self.running, sequence, key=age)
         self.cache.start(sequence, self._blocks_for(sequence.max_total), found)
 
-    def _stop(self, sequence: Sequence) -> None:
-        """Stop a running sequence: free its slot, line, blocks and pin."""
+    def _stop(self, sequence: Sequence, *, yields: bool = False) -> None:
+        """Stop a running sequence: free its slot, line, blocks and pin. yields: it will run again."""
         self.running.remove(sequence)
-        self.cache.stop(sequence)
+        self.cache.stop(sequence, yields=yields)
         self.slots.release(sequence.slot)
         self.lines.release(sequence.line)
         sequence.slot = sequence.line = 0

@@ -74,6 +74,7 @@ class StateLines(Slots):
         self._of_no_node: dict[Sequence, list[_Kept]] = {}
         # The latest state of each sequence that was kept where nobody had asked for one; the next one takes its place.
         self._latest: dict[Sequence, _Kept] = {}
+        self._yielded: dict[Sequence, _Kept] = {}  # by sequences that wait to go on behind them
         self._expected: dict[Node, Sequence] = {}  # who is to keep the state of a node that there is
 
     @property
@@ -95,6 +96,8 @@ class StateLines(Slots):
 
         known  a node below that, and how many tokens it ends: others have gone on otherwise there, or will
         """
+        if (left := self._yielded.pop(sequence, None)) is not None:
+            self._latest[sequence] = left
         sequence.cuts = self._cuts(sequence, known, block_size_tokens)
         if known is not None and known[1] in sequence.cuts:
             self._expected.setdefault(known[0], sequence)
@@ -134,11 +137,12 @@ class StateLines(Slots):
         self._are_read.append(sequence.source_line)
         sequence.source_line = 0
 
-    def keep(self, sequence: Sequence, node: Node | None) -> bool:
+    def keep(self, sequence: Sequence, node: Node | None, *, yields: bool = False) -> bool:
         """Keep the state that the sequence's scheduled steps lead to, if it was asked for or there is room; whether its
         line was.
 
-        node  that ends there; None: there is none yet
+        node    that ends there; None: there is none yet
+        yields  the sequence is to begin behind it
         """
         if node is not None:
             self._expected.pop(node, None)
@@ -148,12 +152,12 @@ class StateLines(Slots):
         is_wanted = sequence.num_computed in sequence.cuts
         if not is_wanted and (before := self._latest.pop(sequence, None)) is not None:
             self._forget(sequence, before)
-        elif not is_wanted and len(self._latest) >= self.most_kept // 2:
+        elif not is_wanted and not yields and len(self._latest) >= self.most_kept // 2:
             return False
         if self.num_kept >= self.most_kept and not self._evict():
             return False
         behind, read = self._behind[sequence]
-        kept = _Kept(sequence.num_computed, sequence.line, is_wanted, sequence.num_computed - behind)
+        kept = _Kept(sequence.num_computed, sequence.line, is_wanted or yields, sequence.num_computed - behind)
         self._renew(kept)
         if is_wanted:
             kept.num_reads = int(sequence.cuts[-1] > kept.num_tokens)
@@ -164,7 +168,7 @@ class StateLines(Slots):
         sequence.line = self.acquire()
         self._read_next(sequence, kept.line)
         if not is_wanted:
-            self._latest[sequence] = kept
+            (self._yielded if yields else self._latest)[sequence] = kept
         if node is None:
             self._of_no_node.setdefault(sequence, []).append(kept)
         else:
@@ -194,6 +198,11 @@ class StateLines(Slots):
         if sequence.source_line:
             self._let_go(sequence.source_line)
             sequence.source_line = 0
+
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence is over."""
+        if (left := self._yielded.pop(sequence, None)) is not None:
+            self._forget(sequence, left)
 
     # ---- of the trie
 
@@ -301,7 +310,7 @@ class StateLines(Slots):
         if kept.node is None:
             self._remove(sequence, kept)
             self._let_go(kept.line)
-        elif kept.node.line == kept.line:
+        elif self._states.get(kept.node.scope[0], {}).get(kept.node) is kept:
             self.drop(kept.node)
 
     def _evict(self) -> bool:

@@ -424,6 +424,20 @@ def test_the_state_within_a_block_is_dropped_with_what_is_wrong(hybrid: MockEngi
     assert run(hybrid, "again", prompt) == 0
 
 
+def test_the_state_of_a_preempted_request_is_dropped_with_what_is_wrong(hybrid: MockEngine) -> None:
+    """It has no whole block to itself; its logits, not finite, are collected when it waits."""
+    prompt = PROMPT[:38]
+    for i in range(2):
+        run(hybrid, f"before-{i}", (*prompt[:36], 90 + i), max_tokens=1)
+    hybrid.submit("r", prompt, max_tokens=3)
+    hybrid.step()
+    hybrid.engine.scheduler.preempt(hybrid.engine.scheduler.running[0])
+    hybrid.engine.cache.withdraw(hybrid.engine.scheduler.waiting[0])
+    hybrid.settle()
+    assert hybrid.messages["r"][0].num_cached == 36
+    assert hybrid.engine.cache.counts.resumed_tokens == 36
+
+
 def test_equal_prompts_that_fill_the_cache_run_one_after_another() -> None:
     """No block is left beside them for a copy."""
     for has_conv in (True, False):
@@ -436,16 +450,36 @@ def test_equal_prompts_that_fill_the_cache_run_one_after_another() -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize(("num_tokens", "most_again"), [(1, 18), (13, BLOCK)])
-def test_a_preempted_request_goes_on_behind_its_latest_state(overlap: bool, num_tokens: int, most_again: int) -> None:
-    """A prompt's chunk, or a block of an answer, is all that is computed again."""
-    mock = cached_engine(overlap=overlap, has_conv=True, num_kept=2, token_budget=18)
+@pytest.mark.parametrize("num_others", [0, 5])
+def test_a_preempted_request_goes_on_behind_the_state_that_it_leaves(overlap: bool, num_others: int) -> None:
+    """Also where so many run that none of theirs was kept on the way; the next one that it keeps takes its place."""
+    mock = cached_engine(overlap=overlap, has_conv=True, num_kept=4, token_budget=18, max_sequences=6, num_blocks=400)
+    for i in range(num_others):
+        mock.submit(f"other-{i}", (50 + i, 1), max_tokens=200)
+    mock.step_until(lambda: len(mock.output.get(f"other-{num_others - 1}", [])) == 30 or not num_others)
     mock.submit("r", PROMPT, max_tokens=30)
-    mock.step_until(lambda: len(mock.output.get("r", [])) == num_tokens)
-    mock.engine.scheduler.preempt(mock.engine.scheduler.running[0])
-    mock.settle()
+    mock.step()
+    sequence, places = mock.engine.scheduler.running[-1], []
+    for num_tokens in (1, 2, 13, 14, 28):
+        mock.step_until(lambda num=num_tokens: sequence.is_running and len(mock.output.get("r", [])) >= num)
+        places.append(sequence.num_computed)
+        mock.engine.scheduler.preempt(sequence)
+        mock.engine.check_integrity()
+        mock.step_until(lambda: sequence.is_running)
+    mock.step_until(lambda: "r" in mock.finished)
     assert mock.output["r"] == expected_tokens(PROMPT, None, 30)
-    assert num_computed(mock) <= len(PROMPT) + 29 + most_again
+    assert mock.engine.cache.counts.resumed_tokens == sum(places)
+    mock.settle()
+
+
+def test_a_preempted_request_that_is_aborted_leaves_no_state(hybrid: MockEngine) -> None:
+    hybrid.submit("r", PROMPT, max_tokens=30)
+    hybrid.step_until(lambda: len(hybrid.output.get("r", [])) == 6)
+    num_kept = hybrid.engine.lines.num_kept
+    hybrid.engine.scheduler.preempt(hybrid.engine.scheduler.running[0])
+    hybrid.engine.handle(Abort("r"))
+    hybrid.engine.lines.begin_step()
+    assert (num_kept, hybrid.engine.lines.num_kept) == (1, 0)
 
 
 def test_a_flood_does_not_take_another_tenants_states() -> None:
