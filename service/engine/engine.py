@@ -51,8 +51,9 @@ from service.engine.loras.prefetch import AdapterLoads
 from service.engine.model.runner import Runner
 from service.engine.pauses import Pauses
 from service.engine.requests import Event, Requests
+from service.engine.scheduling.cache_counts import CacheCounts
 from service.engine.scheduling.kv_blocks import BlockPool
-from service.engine.scheduling.prefix_cache import CacheCounts, PrefixCache
+from service.engine.scheduling.prefix_cache import PrefixCache
 from service.engine.scheduling.scheduler import Scheduler
 from service.engine.scheduling.state_lines import StateLines
 from service.engine.sequences.sequence import Sequence

@@ -26,9 +26,9 @@ Host time: one look-up in a dict for a block that is found or published, nothing
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from service.engine.scheduling.cache_counts import CacheCounts
 from service.engine.scheduling.host_prefixes import HostPrefixes
 from service.engine.scheduling.kv_blocks import BlockPool
 from service.engine.scheduling.prefix_trie import Found, Node, PrefixTrie, Way, has_adapter, tag_of
@@ -40,17 +40,6 @@ if TYPE_CHECKING:
 
 # Steps that a prefix is awaited for: so many, and so many times those that the sequence's own prompt takes.
 _AWAITED_STEPS, _AWAITED_TIMES = 16, 4
-
-
-@dataclass(slots=True)
-class CacheCounts:
-    """Tokens of prompts since the start."""
-
-    queried_tokens: int = 0  # of requests that joined for the first time
-    hit_tokens: int = 0  # those of them that were found
-    host_hit_tokens: int = 0  # those of these that came from host memory
-    stateless_tokens: int = 0  # not found, though their blocks were, since no state behind them was kept
-    resumed_tokens: int = 0  # found when preempted requests joined again
 
 
 class PrefixCache:
@@ -196,7 +185,7 @@ class PrefixCache:
             assert is_there, "no block for the copy"
         sequence.num_computed, sequence.copied_block = found.num_tokens, found.source
         self.lines.start(sequence, found.state_of, found.known, self._block_size)
-        self._count(sequence, found)
+        self.counts.add(sequence, found, self._ways.get(sequence.key))
         sequence.publish_at = NEVER
         if not self.is_on:
             return
@@ -314,19 +303,6 @@ class PrefixCache:
         assert all(way.sequence.is_running for way in self._ways.values() if way.node is not None), "one does not run"
 
     # ---- inner parts
-
-    def _count(self, sequence: Sequence, found: Found) -> None:
-        if sequence.num_cached is None:
-            sequence.num_cached = found.num_tokens
-            self.counts.queried_tokens += sequence.num_prompt
-            self.counts.hit_tokens += found.num_tokens
-            way = self._ways.get(sequence.key)
-            if way is not None and way.num_here is not None:
-                self.counts.host_hit_tokens += max(0, found.num_tokens - way.num_here)
-            if found.known is not None:
-                self.counts.stateless_tokens += found.known[1] - found.num_tokens
-        else:
-            self.counts.resumed_tokens += found.num_tokens
 
     def _may_read(self, sequence: Sequence) -> bool:
         """Whether the sequence may begin behind cached tokens: no logits of theirs, and no sum over them, is wanted."""
