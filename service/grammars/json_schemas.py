@@ -10,7 +10,7 @@ add properties until its answer is cut off.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote
 
@@ -108,6 +108,12 @@ _INNER_OBJECTS = ("properties", "patternProperties", *DEFINITIONS)
 _ALTERNATIVES = ("anyOf", "oneOf")
 _SAME_VALUE = ("allOf", *_ALTERNATIVES)
 _NAMING = ("properties", "patternProperties")
+# Of the standard; `format` may have any other value.
+_FORMATS = {
+    *("date", "date-time", "duration", "email", "hostname", "idn-email", "idn-hostname", "ipv4", "ipv6", "iri"),
+    *("iri-reference", "json-pointer", "regex", "relative-json-pointer", "time", "uri", "uri-reference"),
+    *("uri-template", "uuid"),
+}
 # A schema that bounds the number of properties expects others too; and the library cannot count those that
 # may be left out.
 _SAYING = ("additionalProperties", "unevaluatedProperties", "minProperties", "maxProperties")
@@ -202,17 +208,7 @@ class _Closing:
 
     def _inner(self, schema: dict[str, Any]) -> dict[str, Any]:
         """A copy with closed schemas of all values inside."""
-        copy = dict(schema)
-        for keyword in _INNER:
-            if isinstance(copy.get(keyword), dict):
-                copy[keyword] = self._value(copy[keyword])
-        for keyword in _INNER_LISTS:
-            if isinstance(copy.get(keyword), list):
-                copy[keyword] = [self._value(one) for one in copy[keyword]]
-        for keyword in _INNER_OBJECTS:
-            if isinstance(copy.get(keyword), dict):
-                copy[keyword] = {name: self._value(one) for name, one in copy[keyword].items()}
-        return copy
+        return _mapped(schema, self._value, _INNER_LISTS)
 
     def _parts(self, schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """The schema and all that are about the same value as it, alternatives too, each once."""
@@ -229,6 +225,32 @@ class _Closing:
             for keyword in _SAME_VALUE:
                 if isinstance(one.get(keyword), list):
                     waiting += one[keyword]
+
+
+def without_unknown_formats(schema: Any) -> Any:
+    """A copy of a JSON schema without the formats that the standard does not know: by its words these are annotations,
+    and the library refuses them. pydantic writes such for paths, bytes and secrets."""
+    if not isinstance(schema, dict):
+        return schema
+    copy = _mapped(schema, without_unknown_formats, (*_INNER_LISTS, *_SAME_VALUE))
+    if isinstance(copy.get("format"), str) and copy["format"] not in _FORMATS:
+        del copy["format"]
+    return copy
+
+
+def _mapped(schema: dict[str, Any], change: Callable[[Any], Any], lists: Sequence[str]) -> dict[str, Any]:
+    """A copy with the schemas inside of it changed; `lists`: keywords whose values are lists of such."""
+    copy = dict(schema)
+    for keyword in _INNER:
+        if isinstance(copy.get(keyword), dict):
+            copy[keyword] = change(copy[keyword])
+    for keyword in lists:
+        if isinstance(copy.get(keyword), list):
+            copy[keyword] = [change(one) for one in copy[keyword]]
+    for keyword in _INNER_OBJECTS:
+        if isinstance(copy.get(keyword), dict):
+            copy[keyword] = {name: change(one) for name, one in copy[keyword].items()}
+    return copy
 
 
 def _names_by_itself(schema: dict[str, Any]) -> bool:

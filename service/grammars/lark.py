@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from service.grammars.json_schemas import endless_reference
+from service.grammars.json_schemas import endless_reference, without_unknown_formats
 
 NOTHING = '""'
 ANY = r"/(.|\n)*/"
@@ -135,7 +135,10 @@ def with_policy(schema: Any, whitespace: str | None = None) -> dict[str, Any]:
     options = {"whitespace_pattern": _WHITESPACE if whitespace is None else whitespace, "lenient": False}
     if whitespace == "":
         options = {"whitespace_flexible": False, "lenient": False}
-    return {**schema, "x-guidance": {**options, "coerce_one_of": False, "json_allowed_escapes": _ESCAPES}}
+    return {
+        **without_unknown_formats(schema),
+        "x-guidance": {**options, "coerce_one_of": False, "json_allowed_escapes": _ESCAPES},
+    }
 
 
 def _refuse_endless(schema: dict[str, Any]) -> None:

@@ -68,7 +68,7 @@ class ContentForms:
         if content is None:
             return dict(message)
         kind = _kind(message)
-        if isinstance(content, list) and self._takes_all(len(content), kind):
+        if content and isinstance(content, list) and self._takes_all(len(content), kind):
             return {**message, "content": _Parts(_Part(part) for part in content)}
         text = text_of(content)
         if not self._asked("text", kind) and self._asked("one part", kind):

@@ -199,7 +199,7 @@ def test_no_part_is_lost_and_none_is_shown_as_python_data(
     def expected(content: Any) -> str:
         return str(oracle.apply_chat_template(chat_with(role, content), chat_template=source, tokenize=False))
 
-    for parts, joined in (([one], "the one"), ([one, two, three], "the one\nthe other\nmore")):
+    for parts, joined in (([], ""), ([one], "the one"), ([one, two, three], "the one\nthe other\nmore")):
         from_parts, from_text = (template.render(chat_with(role, content)) for content in (parts, joined))
         if name in TAKE_PARTS:
             assert from_parts == expected(parts)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from datetime import date
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import openai
 import pytest
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, SecretStr
 
 from examples.train_base import BASE_DIR
 from service.grammars.constraints import ConstraintError, grammar_of, schema_constraint
+from service.grammars.json_schemas import without_unknown_formats
 from service.grammars.matching import TokenTable, compile_grammar
 from service.text.tokenizer import TextTokenizer
 from tests.api.conftest import ADAPTERS, BASE
@@ -383,6 +386,35 @@ def test_a_schema_that_does_not_say_is_closed(
     assert [fits(value, closes_objects=True) for value in inside] == [True] * len(inside)
     assert [fits(value, closes_objects=True) for value in outside] == [False] * len(outside)
     assert [fits(value, closes_objects=False) for value in outside] == [True] * len(outside)
+
+
+class Written(BaseModel):
+    """Types whose schemas have formats of pydantic's own."""
+
+    path: Path
+    secret: SecretStr
+    day: date
+
+
+@pytest.mark.parametrize(
+    ("change", "fits"),
+    [
+        ({}, True),
+        ({"path": 3}, False),
+        ({"day": "today"}, False),
+    ],
+    ids=str,
+)
+def test_schemas_of_pydantic_are_followed(base_tokens: TokenTable, change: dict[str, Any], fits: bool) -> None:
+    value = {"path": "a/b", "secret": "s", "day": "2024-02-03", **change}
+    matcher = compile_grammar(base_tokens, grammar_of(schema_constraint(Written.model_json_schema()), {}))
+    tokens = TextTokenizer.load(BASE_DIR).encode(json.dumps(value), add_special_tokens=False)
+    assert (all(map(matcher.consume_token, tokens)) and bool(matcher.is_accepting())) == fits
+
+
+def test_values_that_look_like_formats_stay() -> None:
+    schema = {"const": {"format": "path"}, "properties": {"format": {"format": "path", "type": "string"}}}
+    assert without_unknown_formats(schema) == {**schema, "properties": {"format": {"type": "string"}}}
 
 
 _ONE: dict[str, Any] = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
