@@ -34,7 +34,7 @@ class ClientQuota:
         """The count of one client."""
         return self._held[payer]
 
-    def told(self, payer: str, *, unit: str = "many") -> str:
+    def refusal(self, payer: str, *, unit: str = "many") -> str:
         """The client's part of a refusal: how much it holds, and may hold."""
         return (
             f"of which you have {self._held[payer]}; a client gets as {unit} as it leaves free for others, at most "

@@ -196,8 +196,8 @@ def _files_of(adapter: Any, config: Any) -> tuple[Any, Any]:
         adapter = get_peft_model_state_dict(adapter, adapter_name=adapter_name)
     if config is None:
         raise TypeError("tensors need `config`: a LoraConfig, or the dict of adapter_config.json")
-    told = config if isinstance(config, Mapping) else config.to_dict()
-    return io.BytesIO(json.dumps(told, default=_plain).encode()), io.BytesIO(_safetensors(adapter))
+    fields = config if isinstance(config, Mapping) else config.to_dict()
+    return io.BytesIO(json.dumps(fields, default=_plain).encode()), io.BytesIO(_safetensors(adapter))
 
 
 def _safetensors(tensors: Mapping[str, Any]) -> bytes:

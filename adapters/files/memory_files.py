@@ -37,7 +37,7 @@ class MemoryFiles:
         with self._lock:
             if not self._shares.acquire(owner, 1):
                 raise StagingFull(
-                    f"There are {self._shares.num_held} ephemeral versions in memory, {self._shares.told(owner)}; "
+                    f"There are {self._shares.num_held} ephemeral versions in memory, {self._shares.refusal(owner)}; "
                     "delete some, or move fewer names."
                 )
             try:

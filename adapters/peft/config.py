@@ -377,8 +377,8 @@ def _has_grouped_experts(value: Any) -> bool | None:
 
 def _names_unsloth(fields: dict[str, Any]) -> bool:
     """Its configurations have `unsloth_fixed`, beside or in auto_mapping, and many bases are its own."""
-    told = fields.get("auto_mapping"), fields.get("base_model_name_or_path")
-    return "unsloth_fixed" in fields or any("unsloth" in str(one)[:4096].lower() for one in told)
+    origins = fields.get("auto_mapping"), fields.get("base_model_name_or_path")
+    return "unsloth_fixed" in fields or any("unsloth" in str(one)[:4096].lower() for one in origins)
 
 
 def _version(value: Any) -> str | None:

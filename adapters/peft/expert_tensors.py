@@ -129,9 +129,9 @@ class ExpertForms:
         for entry in found:  # Shapes that tell are believed first: they decide those that do not.
             for rest, sides in entry.sides.items():
                 if _NESTED.fullmatch(rest) is not None and sides.keys() == {"A", "B"}:
-                    told = {is_exchanged for _, is_exchanged in self._fits(entry.experts, sides)}
-                    if len(told) == 1:
-                        self._is_exchanged = told.pop()
+                    found_exchanged = {is_exchanged for _, is_exchanged in self._fits(entry.experts, sides)}
+                    if len(found_exchanged) == 1:
+                        self._is_exchanged = found_exchanged.pop()
         pieces: list[tuple[FoundExperts, _Piece]] = []
         for entry in found:
             try:

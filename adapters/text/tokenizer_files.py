@@ -215,8 +215,8 @@ def _end_tokens(
         if type(one) is int and one >= 0 and (vocab_size is None or one < vocab_size):
             found.setdefault(one, "eos_token_id of generation_config.json")
             continue
-        told, what = printable(str(one)[:20]), "none of the base model's" if type(one) is int else "no token's id"
-        notes.append(f"The end token {told} of generation_config.json is {what}; it was left out.")
+        named, what = printable(str(one)[:20]), "none of the base model's" if type(one) is int else "no token's id"
+        notes.append(f"The end token {named} of generation_config.json is {what}; it was left out.")
     own = {token_id: file for token_id, file in found.items() if token_id not in base.eos_token_ids}
     if len(own) > _MAX_EOS_TOKENS:
         raise Malformed(f"The adapter names {len(own)} end tokens; this server takes {_MAX_EOS_TOKENS}.")

@@ -197,9 +197,9 @@ class PeftForm:
         except AdapterError:
             return False
         manifest = self._manifest
-        told = binding.invocation, binding.classifier_from_token, head
+        own = binding.invocation, binding.classifier_from_token, head
         wanted = manifest.invocation, manifest.classifier_from_token, (manifest.labels, manifest.problem_type)
-        return module_reports(binding) == manifest.modules and told == wanted
+        return module_reports(binding) == manifest.modules and own == wanted
 
     def _head_facts(self) -> dict[str, Any]:
         """Settings of a score head, beside those of PEFT."""

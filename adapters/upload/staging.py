@@ -289,9 +289,9 @@ def _check_member(path: PurePosixPath, config: Path) -> None:
 def _with_expert_order(text: bytes, order: str) -> bytes:
     """adapter_config.json that says in which order lora_B of experts is. Raises Malformed where it says another."""
     fields = parse_json_object(text, CONFIG_FILE)
-    if (told := fields.get("lora_B_layout")) not in (None, order):
+    if (given := fields.get("lora_B_layout")) not in (None, order):
         raise Malformed(
-            f"{CONFIG_FILE}: lora_B_layout is {printable(str(told)[:100])!r}, and expert_b_order {order!r}; send one "
+            f"{CONFIG_FILE}: lora_B_layout is {printable(str(given)[:100])!r}, and expert_b_order {order!r}; send one "
             "of them, or both alike."
         )
     return json.dumps({**fields, "lora_B_layout": order}).encode()

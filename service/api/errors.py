@@ -183,12 +183,12 @@ def message_error_body(error: Exception, request_id: str) -> dict[str, Any]:
     """Anthropic's error object for `error`, with the sentence of OpenAI's."""
     status = status_of(error)
     kind = _MESSAGE_ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    told = {"type": kind, "message": error_body(error)["error"]["message"]}
+    detail = {"type": kind, "message": error_body(error)["error"]["message"]}
     # Tool runners of Anthropic's clients ask for a conversation that is kept, and do without if they are told so.
     details = (
         {"details": {"error_code": "thread_unsupported_request"}} if getattr(error, "param", "") == "thread" else {}
     )
-    return {"type": "error", "error": {**told, **details}, "request_id": request_id}
+    return {"type": "error", "error": {**detail, **details}, "request_id": request_id}
 
 
 def shape(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:

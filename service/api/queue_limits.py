@@ -30,7 +30,7 @@ class QueueLimits:
         """QueueFull if the client may not have so many more slots."""
         if not self._shares.acquire(client, num_sequences):
             raise QueueFull(
-                f"{self.num_open} of {self.limit} places are taken and this request needs {num_sequences}; "
+                f"{self.num_open} of {self.limit} queue slots are taken, and this request needs {num_sequences}; "
                 "send it again later, or fewer at a time.",
                 headers={"Retry-After": "1"},
             )
@@ -68,8 +68,8 @@ class LogprobBudget:
         if not self._shares.acquire(self._client, count):
             raise QueueFull(
                 f"Answers that are not sent yet hold {self._shares.num_held} log probabilities, "
-                f"{self._shares.told(self._client)}; send fewer of such requests at a time, lower `max_tokens` or the "
-                "number of alternatives, or read a stream.",
+                f"{self._shares.refusal(self._client)}; send fewer of such requests at a time, lower `max_tokens` or "
+                "the number of alternatives, or read a stream.",
                 headers={"Retry-After": "1"},
             )
         self._num_held += count

@@ -57,13 +57,13 @@ def _check(base: Path, merged: Path, store_root: Path, adapter: Manifest) -> str
     own: dict[str, Mapping[str, int] | None] = {"": None, adapter.digest: adapter.rows}
     (plain, beside), (found,) = _logprobs(base, store_root, own), _logprobs(merged, store_root, {"": None})
     effect, lost = (max(abs(a - b) for a, b in zip(one, beside, strict=True)) for one in (plain, found))
-    told = (
+    sentence = (
         f"log probabilities of {_NUM_CHECKED} tokens differ by at most {lost:.2g} from the base's with the adapter "
         f"beside it, which changes them by up to {effect:.2g}"
     )
     if not lost <= max(_MOST_LOST * effect, _NOISE):
-        raise ClientError(f"The merged model is not the base with the adapter: {told}. Nothing is written.")
-    return told
+        raise ClientError(f"The merged model is not the base with the adapter: {sentence}. Nothing is written.")
+    return sentence
 
 
 def _logprobs(model_dir: Path, store_root: Path, adapters: Mapping[str, Mapping[str, int] | None]) -> list[list[float]]:

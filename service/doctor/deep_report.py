@@ -255,11 +255,11 @@ def _trials(report: DeepReport) -> Iterator[Setting]:
         if not gains:
             continue
         sizes = {"many": "with most requests and adapters", "one": "with one of each"}
-        told = " and ".join(
+        changes = " and ".join(
             f"{abs(gain):.0%} {'shorter' if gain > 0 else 'longer'} {sizes[load]}" for load, gain in gains.items()
         )
         is_better = max(gains.values()) > MIN_GAIN and min(gains.values()) > -MIN_GAIN
-        yield Setting(setting=name if is_better else f"not {name}", why=f"decode steps were {told}")
+        yield Setting(setting=name if is_better else f"not {name}", why=f"decode steps were {changes}")
 
 
 def _usual(report: DeepReport, num_requests: int | None) -> dict[str, float | None]:

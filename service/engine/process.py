@@ -306,8 +306,8 @@ def _warm_engine(options: EngineOptions, probing: ProbeProcess | None) -> Engine
     warm_up(engine)
     times.append(time.monotonic())
     parts = ("libraries", "weights, probes and budgets", "kernels", "first steps")
-    told = (f"{part} {end - begin:.1f}" for part, (begin, end) in zip(parts, pairwise(times), strict=True))
-    log.info("the engine started in %.1f s: %s", times[-1] - times[0], ", ".join(told))
+    parts_shown = (f"{part} {end - begin:.1f}" for part, (begin, end) in zip(parts, pairwise(times), strict=True))
+    log.info("the engine started in %.1f s: %s", times[-1] - times[0], ", ".join(parts_shown))
     # Objects that live now live on: the collector need not walk through all of torch each time.
     gc.collect()
     gc.freeze()

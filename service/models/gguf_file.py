@@ -50,7 +50,7 @@ _NOT_SERVED = {
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class StoredTensor:
     """A tensor of a file: its type's name, its shape [outputs, inputs], and the bytes in the file that it has."""
 
     kind: str
@@ -64,7 +64,7 @@ class GgufFile:
     """Metadata by name, and tensors by the file's own names; the values of ROPE_FACTORS, if it is there."""
 
     facts: dict[str, Any]
-    places: dict[str, Place]
+    tensors: dict[str, StoredTensor]
     rope_factors: tuple[float, ...] = ()
 
     def fact(self, name: str) -> Any:
@@ -108,7 +108,7 @@ class _Reader:
         if not isinstance(alignment, int) or alignment < 1:
             raise _Cut
         begin = -(-self._file.tell() // alignment) * alignment
-        places = {}
+        tensors = {}
         for name, shape, kind, offset in found:
             if kind not in TYPES:
                 served = ", ".join(one for one, _, _ in TYPES.values())
@@ -120,20 +120,20 @@ class _Reader:
             label, num_values, num_bytes = TYPES[kind]
             if not shape or shape[-1] % num_values:
                 raise ModelError(f"tensor {name} of the GGUF file has rows of no whole blocks of {label}")
-            place = Place(label, shape, begin + offset, math.prod(shape) // num_values * num_bytes)
-            if place.begin + place.num_bytes > self._size:
+            entry = StoredTensor(label, shape, begin + offset, math.prod(shape) // num_values * num_bytes)
+            if entry.begin + entry.num_bytes > self._size:
                 raise _Cut
-            places[name] = place
-        return GgufFile(facts, places, self._rope_factors(places))
+            tensors[name] = entry
+        return GgufFile(facts, tensors, self._rope_factors(tensors))
 
-    def _rope_factors(self, places: dict[str, Place]) -> tuple[float, ...]:
-        place = places.get(ROPE_FACTORS)
-        if place is None:
+    def _rope_factors(self, tensors: dict[str, StoredTensor]) -> tuple[float, ...]:
+        entry = tensors.get(ROPE_FACTORS)
+        if entry is None:
             return ()
-        count = math.prod(place.shape)
-        if place.kind != "F32" or not 0 < count <= _MOST_FACTORS:
+        count = math.prod(entry.shape)
+        if entry.kind != "F32" or not 0 < count <= _MOST_FACTORS:
             raise ModelError(f"tensor {ROPE_FACTORS} of the GGUF file is not of some float32: convert the model anew")
-        self._file.seek(place.begin)
+        self._file.seek(entry.begin)
         return struct.unpack(f"<{count}f", self._file.read(4 * count))
 
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:

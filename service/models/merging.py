@@ -211,10 +211,10 @@ class _Writer:
         """Write the files of weights. Raises ModelError."""
         by_file: dict[str, list[_Entry]] = {}
         for name, shape in self._shapes.items():
-            file, stored = self._base.place(name)
+            file, stored = self._base.file_of(name)
             by_file.setdefault(file, []).append(self._entry(name, stored, shape))
         if self.is_untied and _HEAD not in self._shapes:
-            file, shape = self._base.place(self._embedding)[0], self._shapes[self._embedding]
+            file, shape = self._base.file_of(self._embedding)[0], self._shapes[self._embedding]
             by_file[file].append(self._entry(_HEAD, _HEAD, shape))
         for name in self._base.others(self._shapes):
             file, header, read = self._base.raw(name)

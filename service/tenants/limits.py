@@ -104,11 +104,11 @@ RATE_HEADERS = tuple(
 
 
 class LimitReached(Exception):
-    """A tenant has as much as it may have. `headers` says when to ask again, and `told`."""
+    """A tenant has as much as it may have. `headers` say when to ask again, and more."""
 
-    def __init__(self, message: str, retry_seconds: int = 1, told: Mapping[str, str] | None = None) -> None:
+    def __init__(self, message: str, retry_seconds: int = 1, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
-        self.headers = {"Retry-After": str(retry_seconds), **(told or {})}
+        self.headers = {"Retry-After": str(retry_seconds), **(headers or {})}
 
 
 @dataclass
@@ -264,18 +264,18 @@ class Tenant:
 
     def headers(self) -> dict[str, str]:
         """Where the tenant stands, as OpenAI says it; nothing of what has no limit."""
-        limits, told = self.limits, dict[str, str]()
+        limits, headers = self.limits, dict[str, str]()
         if limits.requests_in_flight is not None:
             # When another request ends nobody knows.
             num_open = self._num_everywhere
-            told |= _rate_headers("requests", limits.requests_in_flight, num_open, 1 if num_open else 0)
+            headers |= _rate_headers("requests", limits.requests_in_flight, num_open, 1 if num_open else 0)
         for name, limit, minute in (
             ("tokens", limits.tokens_per_minute, self._tokens),
             ("uploads", limits.uploads_per_minute, self._uploads),
         ):
             if limit is not None:
-                told |= _rate_headers(name, limit, minute.used, minute.seconds_until(0))
-        return told
+                headers |= _rate_headers(name, limit, minute.used, minute.seconds_until(0))
+        return headers
 
 
 def _rate_headers(name: str, limit: int, used: int, reset_seconds: int) -> dict[str, str]:

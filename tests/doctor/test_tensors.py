@@ -125,9 +125,9 @@ def test_what_a_specification_calls_for_is_what_is_read(case: str, tmp_path: Pat
     with open_checkpoint(model_dir) as checkpoint:
         called_for = spec.tensors(checkpoint)
         assert compare(spec, checkpoint).faults == compare(spec, checkpoint).unexpected == ()
-        places = {checkpoint.place(name)[1] for name in called_for}
+        stored = {checkpoint.file_of(name)[1] for name in called_for}
     assert sorted(sources[0].asked) == sorted(called_for.items())
-    assert set(load_file(model_dir / "model.safetensors")) == places
+    assert set(load_file(model_dir / "model.safetensors")) == stored
 
 
 @pytest.mark.parametrize("case", CASES)

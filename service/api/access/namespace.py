@@ -117,7 +117,7 @@ class Namespace:
         """Whether an owner's names are the caller's to change, and all about them to see."""
         return owner == self._owner or self._is_admin
 
-    def place(self, name: str) -> str:
+    def name_for_upload(self, name: str) -> str:
         """The store's name for an adapter that the caller is about to upload, whatever is there. InvalidName, Conflict;
         Forbidden for the names of others that the caller may use, and all of the operator's. What might be another
         tenant's is the caller's own: whether there is such a tenant is told to nobody but an admin, who reaches it."""
@@ -147,7 +147,7 @@ class Namespace:
         condition: Condition,
         on_new_version: OnNewVersion | None = None,
     ) -> tuple[AdapterRecord, bool]:
-        """See `Upload.finish`; `full_name` is of `place`. LimitReached if the owner may not have more."""
+        """See `Upload.finish`; `full_name` is of `name_for_upload`. LimitReached if the owner may not have more."""
         owner = separate(full_name)[0]
         usual: Visibility = "private" if self._tenants.has_file else "public"
         limits = self._tenants.limits_of(owner or DEFAULT)
@@ -158,11 +158,11 @@ class Namespace:
         try:
             return upload.finish(full_name, change, condition=condition)
         except QuotaExceeded as error:
-            told = {
+            headers = {
                 f"x-ratelimit-limit-{error.what}": str(error.limit),
                 f"x-ratelimit-remaining-{error.what}": str(max(0, error.limit - error.used)),
             }
-            raise LimitReached(str(error), _QUOTA_RETRY_SECONDS, told) from error
+            raise LimitReached(str(error), _QUOTA_RETRY_SECONDS, headers) from error
 
     def _record(self, reference: str) -> NameRecord | None:
         """Without a look at files: whether they are whole is told to nobody who may not see them."""

@@ -131,7 +131,7 @@ async def take_upload(
     tenant.take_change()
     if query.probe:
         refuse_probe(services, tenant)
-    with services.uploading() as place, ExitStack() as held:
+    with services.uploading() as slot, ExitStack() as held:
         declared = announced_bytes(request)
         upload = await in_upload_thread(
             store.begin, declared_bytes=declared, owner=CLIENT.get(), is_ephemeral=query.ephemeral
@@ -142,7 +142,7 @@ async def take_upload(
             upload.order_experts(query.expert_b_order)
         try:
             with notes_of(request).phase("receive"):
-                sent = await receive_upload(request, namespace.place, upload, place, make_parts)
+                sent = await receive_upload(request, namespace.name_for_upload, upload, slot, make_parts)
             if query.probe:
                 lease = await in_upload_thread(upload.hold)
                 held.callback(lease.release)
@@ -152,7 +152,7 @@ async def take_upload(
                 record, created = await in_upload_thread(
                     namespace.finish,
                     upload,
-                    namespace.place(sent.name_for(name)),
+                    namespace.name_for_upload(sent.name_for(name)),
                     note=sent.note,
                     visibility=sent.visibility,
                     shared_with=sent.shared_with,
@@ -187,8 +187,8 @@ def audit_change(request: Request, event: str, record: AdapterRecord, **fields: 
 def _trace_change(
     request: Request, event: str, full_name: str, digest: str, more: Mapping[str, int] = MappingProxyType({})
 ) -> None:
-    told = {"multilora.adapter.name": separate(full_name)[1], "multilora.adapter.digest": digest}
-    notes_of(request).span = {"multilora.change": event, **told, **more}
+    adapter = {"multilora.adapter.name": separate(full_name)[1], "multilora.adapter.digest": digest}
+    notes_of(request).span = {"multilora.change": event, **adapter, **more}
 
 
 class AdapterFilters(Filters):

@@ -36,7 +36,7 @@ def refuse_probe(services: Services, tenant: Tenant) -> None:
 
 
 async def probe(services: Services, tenant: Tenant, manifest: Manifest) -> None:
-    """Paid for by the tenant as one of its requests: a place, and the tokens of both sequences.
+    """Paid for by the tenant as one of its requests: a queue slot, and the tokens of both sequences.
 
     Raises Malformed for an adapter that changes no log probability of the prompt, or whose logits the engine finds to
     be no numbers; NotReady if it cannot tell now; BadRequest, LimitReached and QueueFull if the tenant may not.
@@ -58,7 +58,7 @@ async def probe(services: Services, tenant: Tenant, manifest: Manifest) -> None:
 
 @contextmanager
 def _paid(services: Services, tenant: Tenant, num_prompt_tokens: int) -> Iterator[Charge]:
-    """A place in the queue, held inside, and the tokens of both sequences, which are spent.
+    """A queue slot, held inside, and the tokens of both sequences, which are spent.
 
     BadRequest if the tenant may never have so many tokens in a minute, LimitReached if not now, QueueFull.
     """
@@ -69,11 +69,11 @@ def _paid(services: Services, tenant: Tenant, num_prompt_tokens: int) -> Iterato
             "without ?probe=true.",
             param="probe",
         )
-    places = reserve(services, tenant, 1, services.settings.base_name)
+    slots = reserve(services, tenant, 1, services.settings.base_name)
     try:
         yield tenant.take_tokens(num_tokens)
     finally:
-        places.release()
+        slots.release()
 
 
 def prompt_for(manifest: Manifest, vocab_size: int, limit_tokens: int) -> tuple[int, ...]:

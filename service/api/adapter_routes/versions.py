@@ -61,7 +61,7 @@ async def put_adapter(request: Request, name: str, query: Annotated[UploadQuery,
     store = require_open_store(services_of(request))
     condition = or_made(condition_of(request))
     early = while_ephemeral(condition) if query.ephemeral else condition
-    store.check(namespace_of(request, store).place(name), early)  # better lost now than after gigabytes
+    store.check(namespace_of(request, store).name_for_upload(name), early)  # better lost now than after gigabytes
     record, created, sent_note = await take_upload(request, name, condition, query)
     return _answer(request, record, sent_note, status=201 if created else 200)
 
@@ -144,8 +144,8 @@ async def change_settings(request: Request, name: str, body: SettingsRequest) ->
     change = Change(visibility=visibility, shared_with=shared_with, on_new_version=body.on_new_version)
     await in_turn(store.change_settings, full_name, change)
     record = store.get(full_name)
-    told = {"shared_with": ",".join(shared_with) or None, "on_new_version": body.on_new_version}
-    audit_change(request, "visibility" if visibility is not None else "setting", record, **told)
+    fields = {"shared_with": ",".join(shared_with) or None, "on_new_version": body.on_new_version}
+    audit_change(request, "visibility" if visibility is not None else "setting", record, **fields)
     return _answer(request, record)
 
 
@@ -202,22 +202,22 @@ async def _set_pinned(request: Request, name: str, is_pinned: bool) -> AdapterRe
 async def follow_pins(services: Services, store: AdapterStore) -> None:
     """Tell the engine of every change of what is pinned, for ever. One task does, so that what the engine was told last
     is what was so last."""
-    told = Pins()
+    sent = Pins()
     while True:
         retry_seconds = None
         try:
             found = await in_turn(store.pins)
         except Exception:
-            LOGGER.exception("what is pinned cannot be told; the next attempt is soon")
-            found, retry_seconds = told, _RETRY_SECONDS
-        if found != told:
+            LOGGER.exception("what is pinned cannot be sent; the next attempt is soon")
+            found, retry_seconds = sent, _RETRY_SECONDS
+        if found != sent:
             services.engine.pin(found.digests)
             services.unkept = found.left_out
-            for name in sorted(found.left_out - told.left_out):
+            for name in sorted(found.left_out - sent.left_out):
                 LOGGER.warning(
                     "The pinned adapter %r is not kept on the device: too few rows may be pinned.", without_root(name)
                 )
-        told = found
+        sent = found
         with suppress(TimeoutError):
             await asyncio.wait_for(services.pins_changed.wait(), retry_seconds)
         services.pins_changed.clear()

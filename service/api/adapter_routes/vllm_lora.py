@@ -91,7 +91,7 @@ async def _load(request: Request, body: LoadLoraRequest) -> AdapterRecord:
     root = _require_root(services)
     store = require_open_store(services)
     namespace = namespace_of(request, store)
-    full_name = namespace.place(body.lora_name)
+    full_name = namespace.name_for_upload(body.lora_name)
     caller_of(request).tenant.take_change()
     async with services.loading():
         path = _below(root, body.lora_path)

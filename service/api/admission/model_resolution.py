@@ -248,7 +248,7 @@ def _find(services: Services, caller: Caller, name: str, asked: str, param: str)
 def obstacle(services: Services, old: Manifest, new: Manifest) -> str | None:
     """One sentence: why a request that was admitted with one version cannot go on with another one. None if it can."""
     parts = {"invocation": "invocation tokens", "eos_token_ids": "end tokens", "special_tokens": "special tokens"}
-    differing = [told for name, told in parts.items() if getattr(old, name) != getattr(new, name)]
+    differing = [words for name, words in parts.items() if getattr(old, name) != getattr(new, name)]
     if old.has_chat_template or new.has_chat_template:
         assert services.store is not None, "adapters without a store"
         templates = [services.store.chat_templates(one.digest) for one in (old, new)]

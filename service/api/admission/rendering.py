@@ -178,13 +178,13 @@ def _templates_with(services: Services, manifest: Manifest) -> dict[str, ChatTem
     """Those of an adapter."""
     changed = manifest.special_tokens
     # The special tokens that they see: the base's, or what the adapter has in their place.
-    told = {name: text for name, text in {**services.tokenizer.special_tokens, **changed}.items() if text is not None}
+    tokens = {name: text for name, text in {**services.tokenizer.special_tokens, **changed}.items() if text is not None}
     own: dict[str, ChatTemplate | AdapterTemplate] = {}
     if manifest.has_chat_template:
-        own |= services.adapter_templates(manifest.digest, told)
+        own |= services.adapter_templates(manifest.digest, tokens)
     of_base = {name: one for name, one in services.templates.items() if not own or name == DEFAULT_TEMPLATE}
     if changed:
-        of_base = {name: one.with_special_tokens(told) for name, one in of_base.items()}
+        of_base = {name: one.with_special_tokens(tokens) for name, one in of_base.items()}
     return {**of_base, **own}
 
 

@@ -178,7 +178,7 @@ class EntryMiddleware:
             open_jobs[-1].on_close = partial(self._end_trace, trace, method, route, visit)
             return
         assert self._tracing is not None, "a trace of nobody"
-        told = {
+        attributes = {
             **notes.span,
             "gen_ai.request.id": visit.request_id,
             "http.request.method": method,
@@ -186,12 +186,12 @@ class EntryMiddleware:
             "http.response.status_code": visit.status if visit.status is not None else CLIENT_GONE,
         }
         if not visit.answered:
-            told["error.type"] = "client_disconnected"
+            attributes["error.type"] = "client_disconnected"
         elif notes.error_type is not None:
-            told["error.type"] = notes.error_type
+            attributes["error.type"] = notes.error_type
         elif visit.status is not None and visit.status >= 400:
-            told["error.type"] = str(visit.status)
-        self._tracing.end(Ended(trace, told, notes.answers(trace.operation), notes.phases, visit.started))
+            attributes["error.type"] = str(visit.status)
+        self._tracing.end(Ended(trace, attributes, notes.answers(trace.operation), notes.phases, visit.started))
 
 
 class _RequestScope:

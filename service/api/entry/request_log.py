@@ -32,9 +32,9 @@ class RequestNotes:
 
     def failed(self, error: Exception) -> None:
         """Why the request, or a stream that had begun, was answered with an error: what the client was told."""
-        told = error_body(error)["error"]
-        self.fields |= {"error": told["message"][:_MAX_ERROR_CHARS], "param": told["param"]}
-        self.error_type = told["code"]
+        answered = error_body(error)["error"]
+        self.fields |= {"error": answered["message"][:_MAX_ERROR_CHARS], "param": answered["param"]}
+        self.error_type = answered["code"]
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -76,8 +76,8 @@ class RequestNotes:
     @property
     def left_out(self) -> str | None:
         """The header's list of request fields that had no effect; None if there are none."""
-        told = ", ".join(self._left_out)
-        return (told if len(told) <= _MAX_LEFT_OUT_CHARS else f"{told[:_MAX_LEFT_OUT_CHARS]} ...") or None
+        names = ", ".join(self._left_out)
+        return (names if len(names) <= _MAX_LEFT_OUT_CHARS else f"{names[:_MAX_LEFT_OUT_CHARS]} ...") or None
 
     def leave_out(self, names: Iterable[str]) -> None:
         """Name fields that are accepted and do nothing, in the answer's header and in the log."""

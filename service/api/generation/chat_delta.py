@@ -28,7 +28,7 @@ class ChatFormatter:
     ) -> None:
         self._format = reading.calls
         self._reader = AnswerReader(reading, in_pieces=in_pieces)
-        self._includes_thoughts, self._is_told = includes_thoughts, names_tool
+        self._includes_thoughts, self._names_tool = includes_thoughts, names_tool
         self.num_calls = 0
         # When the reading of calls began and ended, by `time.perf_counter`; of a stream, of the first and the last.
         self.calls_span: tuple[float, float] | None = None
@@ -93,7 +93,7 @@ class ChatFormatter:
     def finish_reason(self, reason: str | None) -> str | None:
         """OpenAI's finish reason: `tool_calls` where the model chose to call, `stop` where the request named the
         tool."""
-        return "tool_calls" if reason == "stop" and self.num_calls and not self._is_told else reason
+        return "tool_calls" if reason == "stop" and self.num_calls and not self._names_tool else reason
 
     def _note_call(self) -> None:
         now = time.perf_counter()

@@ -66,7 +66,7 @@ class GenerationJob:
         self._version = admitted.target.version
         self.plans, self.is_part = (admitted.plans, False) if part is None else (part, True)
         self.runs: list[SequenceRun] = []
-        self._num_untold = len(self.plans)
+        self._num_unfinished = len(self.plans)
         for part_of in self._target.parts:
             services.used(part_of.record.name)
         try:
@@ -106,8 +106,8 @@ class GenerationJob:
         """The answering adapter's version under the caller's name, and its digest; of a sum those of its parts with
         their weights; None for the base."""
         if self._target.is_sum:
-            told = ((part, f"{part.shown_name}@{part.record.version.number}") for part in self._target.parts)
-            return " + ".join(f"{name} sha256:{part.record.digest} * {part.weight}" for part, name in told)
+            named = ((part, f"{part.shown_name}@{part.record.version.number}") for part in self._target.parts)
+            return " + ".join(f"{name} sha256:{part.record.digest} * {part.weight}" for part, name in named)
         version = self.version
         return None if version is None else f"{self.name}@{version.number} sha256:{version.digest}"
 
@@ -169,7 +169,7 @@ class GenerationJob:
         prompts = {id(one.prompt): len(one.prompt.token_ids) for one in self.plans}
         if self.speakers or not operation:
             operation = "chat" if self.speakers else "text_completion" if plan.pooling is None else "embeddings"
-        told: dict[str, Any] = {
+        attributes: dict[str, Any] = {
             "gen_ai.operation.name": operation,
             "gen_ai.provider.name": "multilora",
             "gen_ai.request.model": self.name,
@@ -177,19 +177,19 @@ class GenerationJob:
             "gen_ai.usage.input_tokens": sum(prompts.values()),
         }
         if self.answer_id:
-            told |= self._generated(plan.sampling) | {"gen_ai.response.id": self.answer_id}
+            attributes |= self._generated(plan.sampling) | {"gen_ai.response.id": self.answer_id}
         if len(runs) > len(prompts):
-            told["gen_ai.request.choice.count"] = len(runs) // len(prompts)
+            attributes["gen_ai.request.choice.count"] = len(runs) // len(prompts)
         if version is not None:
-            told["multilora.adapter.name"] = self.name
-            told |= {"multilora.adapter.version": version.number, "multilora.adapter.digest": version.digest}
+            attributes["multilora.adapter.name"] = self.name
+            attributes |= {"multilora.adapter.version": version.number, "multilora.adapter.digest": version.digest}
         elif self.adapter is not None:
-            told["multilora.adapter.name"] = self.adapter
+            attributes["multilora.adapter.name"] = self.adapter
         failure = next((run.failure for run in runs if run.failure is not None), None)
         if failure is not None or "abort" in self.outcomes:
-            told["error.type"] = "abort" if failure is None else error_body(failure)["error"]["code"]
+            attributes["error.type"] = "abort" if failure is None else error_body(failure)["error"]["code"]
         return Answered(
-            told,
+            attributes,
             [run.timer for run in runs],
             [
                 Phase("tool_parsing", *one.calls_span, {"multilora.tool_calls": one.num_calls})
@@ -234,7 +234,7 @@ class GenerationJob:
     @property
     def is_finished(self) -> bool:
         """Whether `poll` has returned the last chunk of each sequence."""
-        return not self._num_untold
+        return not self._num_unfinished
 
     @property
     def has_news(self) -> bool:
@@ -255,7 +255,7 @@ class GenerationJob:
             del self._fresh[index]
             piece = self.runs[index].take()
             if piece is not None:
-                self._num_untold -= piece.finish_reason is not None
+                self._num_unfinished -= piece.finish_reason is not None
                 return index, piece
         return None
 

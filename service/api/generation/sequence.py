@@ -136,7 +136,7 @@ class SequenceRun:
         )
         self._stop, self._has_stop = StopStrings(plan.stop), bool(plan.stop.stop)
         self._num_chars = self.num_cached_tokens = 0
-        self._digest_told = ""  # of the version that has made the last token
+        self._latest_digest = ""  # of the version that has made the last token
         # Output that nobody has read yet. Its text is joined when it is read: it may have thousands of parts.
         self._waiting, self._texts, self._num_waiting, self._has_news = OutputChunk(), list[str](), 0, False
         self._drop_logprobs()
@@ -308,12 +308,12 @@ class SequenceRun:
                 if version.digest == moved_to:
                     break
                 version = self._next_versions.pop(digest)
-            if version.digest != self._digest_told:
+            if version.digest != self._latest_digest:
                 self._on_version(version)
         self._version = version
-        if version.digest != self._digest_told and self._plan.tells_versions:
+        if version.digest != self._latest_digest and self._plan.tells_versions:
             self._waiting.versions.append(VersionStart(self.timer.num_tokens, version.number, version.digest))
-        self._digest_told = version.digest
+        self._latest_digest = version.digest
 
     def _give(self, text: str) -> None:
         """Text through the stop strings, of which none ends the text before `min_tokens`."""

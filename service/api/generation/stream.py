@@ -55,9 +55,9 @@ class EventStream(Response):
     What the engine says is written by who brings it, without a turn of the response's task. The task does what may have
     to wait: the beginning, the end, what is long, and all that comes while the client has not read what was written.
 
-    encode  a chunk, or what was told of an error, to an event
-    told    what is said of an error
-    settle  awaited once before the end is told, with the error that ends the stream, or None; also if the client goes
+    encode  a chunk, or the body of an error, to an event
+    body_of  the body of an error
+    settle  awaited once before the last event, with the error that ends the stream, or None; also if the client goes
     ping    an event for every `PING_SECONDS` in which nothing else came by the task; none where it is empty
     """
 
@@ -69,13 +69,13 @@ class EventStream(Response):
         chunks: Chunks,
         *,
         encode: Callable[[Any], bytes] = encode_event,
-        told: Callable[[Exception], Any] = error_body,
+        body_of: Callable[[Exception], Any] = error_body,
         settle: Callable[[Exception | None], Awaitable[None]] | None = None,
         last: bytes = DONE,
         ping: bytes = b"",
     ) -> None:
         self._job, self._chunks = job, chunks
-        self._encode, self._told, self._last, self._ping = encode, told, last, ping
+        self._encode, self._body_of, self._last, self._ping = encode, body_of, last, ping
         self._unsettled = settle
         self.status_code, self.background = 200, None
         self.init_headers({"Cache-Control": "no-cache"})
@@ -133,7 +133,7 @@ class EventStream(Response):
                 LOGGER.exception("A stream failed unexpectedly.")
             self._error = error
             await self._settle(error)
-            await self._end(send, [self._told(error)])
+            await self._end(send, [self._body_of(error)])
 
     async def _settle(self, error: Exception | None) -> None:
         settle, self._unsettled = self._unsettled, None

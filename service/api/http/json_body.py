@@ -57,7 +57,7 @@ class BodyBudget:
         if not self._shares.acquire(client, num_bytes):
             raise QueueFull(
                 f"The requests that are being read hold {self.num_bytes} bytes, "
-                f"{self._shares.told(client, unit='much')}; send this one again later.",
+                f"{self._shares.refusal(client, unit='much')}; send this one again later.",
                 headers={"Retry-After": "1"},
             )
 

@@ -109,5 +109,5 @@ class CompletionAnswer(Answer[CompletionRequest]):
 
 def _is_worth_sending(choice: dict[str, Any]) -> bool:
     """A chunk without text, tokens' probabilities, ids or an end tells nothing: its text is still being withheld."""
-    logprobs, told = choice["logprobs"], choice.get("token_ids") or choice.get("adapter_versions")
-    return bool(choice["text"] or choice["finish_reason"] or told or (logprobs and logprobs["tokens"]))
+    logprobs, others = choice["logprobs"], choice.get("token_ids") or choice.get("adapter_versions")
+    return bool(choice["text"] or choice["finish_reason"] or others or (logprobs and logprobs["tokens"]))

@@ -147,8 +147,8 @@ async def server_info(request: Request, query: Annotated[ServerInfoQuery, Query(
     config = _server_config(services_of(request), shows_paths=caller_of(request).may("admin"))
     if query.config_format == "json":
         return ServerInfoResponse(vllm_config=config)
-    told = config.model_dump(by_alias=True)
-    facts = {name: value for part in told.values() if part is not None for name, value in part.items()}
+    parts = config.model_dump(by_alias=True)
+    facts = {name: value for part in parts.values() if part is not None for name, value in part.items()}
     return ServerInfoResponse(vllm_config=", ".join(f"{name}={value}" for name, value in facts.items()))
 
 

@@ -64,7 +64,7 @@ async def create_message(request: Request, body: MessagesRequest) -> Response:
         answer,
         names=names_in(body),
         encode=encode_typed_event,
-        told=lambda error: message_error_body(error, request_id),
+        body_of=lambda error: message_error_body(error, request_id),
         last=b"",
         ping=encode_typed_event(_PING),
     )

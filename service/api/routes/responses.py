@@ -65,7 +65,7 @@ async def create_response(request: Request, body: ResponsesRequest) -> Response:
         return is_kept
 
     answer.keep = keep if answer.items else None
-    stream: dict[str, Any] = {"encode": encode_typed_event, "told": answer.failure_event, "settle": answer.settle}
+    stream: dict[str, Any] = {"encode": encode_typed_event, "body_of": answer.failure_event, "settle": answer.settle}
     return await respond(request, answer, names=NAMES, last=b"", **stream)
 
 
@@ -177,8 +177,8 @@ class ResponseAnswer:
         if error is None:
             return self._response("cancelled", None)
         code = "server_error" if status_of(error) >= 500 else "invalid_prompt"
-        told = {"code": code, "message": error_body(error)["error"]["message"]}
-        return {**self._response("failed", None), "error": told}
+        detail = {"code": code, "message": error_body(error)["error"]["message"]}
+        return {**self._response("failed", None), "error": detail}
 
     async def _kept(self, response: dict[str, Any]) -> dict[str, Any]:
         if self.keep is not None and not await self.keep(response):
@@ -187,7 +187,7 @@ class ResponseAnswer:
         return response
 
     def _events(self, chunks: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """The chat's chunks as this API tells them."""
+        """The chat's chunks in this API's form."""
         for chunk in chunks:
             self._usage = chunk.get("usage", self._usage)
             for choice in chunk["choices"]:
@@ -204,8 +204,8 @@ class ResponseAnswer:
         """An error that ends the stream: as this API writes it, and under `error` as all others do, where its clients
         look too."""
         body = error_body(error)
-        told = {name: body["error"][name] for name in ("message", "param", "code")}
-        return self._numbered({"type": "error", **told, **body})
+        detail = {name: body["error"][name] for name in ("message", "param", "code")}
+        return self._numbered({"type": "error", **detail, **body})
 
     def _numbered(self, event: dict[str, Any]) -> dict[str, Any]:
         self._num_events += 1
@@ -213,9 +213,9 @@ class ResponseAnswer:
 
     def _response(self, status: str, usage: dict[str, Any] | None) -> dict[str, Any]:
         request = self._request
-        told = sampling_parameters(request, self._defaults)
+        sampling = sampling_parameters(request, self._defaults)
         text = request.text
-        told_text = {
+        text_form = {
             "format": (text and text.format) or {"type": "text"},
             "verbosity": (text and text.verbosity) or "medium",
         }
@@ -239,12 +239,12 @@ class ResponseAnswer:
             "service_tier": "default",
             "store": bool(self.items),
             "system_fingerprint": self.job.fingerprint,
-            "temperature": told["temperature"],
-            "text": told_text,
+            "temperature": sampling["temperature"],
+            "text": text_form,
             "tool_choice": request.tool_choice or "auto",
             "tools": request.tools or [],
             "top_logprobs": request.top_logprobs or 0,
-            "top_p": told["top_p"],
+            "top_p": sampling["top_p"],
             "truncation": "disabled",
             "usage": None if usage is None else _usage(usage),
         }
@@ -268,18 +268,18 @@ class ResponseOutput:
         # The open item's index among the chat's calls.
         self._call: int | None = None
 
-    def add(self, said: Mapping[str, Any], logprobs: Sequence[Any] = ()) -> Iterator[EventFields]:
+    def add(self, delta: Mapping[str, Any], logprobs: Sequence[Any] = ()) -> Iterator[EventFields]:
         """A chat's message, or a delta of one, with the log probabilities of its tokens."""
-        if said.get("reasoning_content"):
-            yield from self._add_text("reasoning", said["reasoning_content"], ())
+        if delta.get("reasoning_content"):
+            yield from self._add_text("reasoning", delta["reasoning_content"], ())
         # A token's log probability may come before its text does; of calls and thoughts this API tells none.
-        if said.get("content") or not (said.get("tool_calls") or said.get("reasoning_content")):
+        if delta.get("content") or not (delta.get("tool_calls") or delta.get("reasoning_content")):
             self._logprobs.extend(logprobs)
-        if said.get("content"):
+        if delta.get("content"):
             logprobs, self._logprobs = self._logprobs, []
-            yield from self._add_text("message", said["content"], logprobs)
-        for place, call in enumerate(said.get("tool_calls") or ()):
-            yield from self._add_call(call.get("index", place), call)
+            yield from self._add_text("message", delta["content"], logprobs)
+        for index, call in enumerate(delta.get("tool_calls") or ()):
+            yield from self._add_call(call.get("index", index), call)
 
     def finish(self, status: str) -> Iterator[EventFields]:
         """End the last item, which is there even if nothing was said; status "completed" or "incomplete"."""
@@ -296,7 +296,7 @@ class ResponseOutput:
             yield from self._begin_part()
         part = self.items[-1]["content"][0]
         self._texts.append(text)
-        event = {"type": f"response.{part['type']}.delta", **self._place(content_index=0), "delta": text}
+        event = {"type": f"response.{part['type']}.delta", **self._position(content_index=0), "delta": text}
         if kind == "message":
             part["logprobs"].extend(logprobs)
             event["logprobs"] = list(logprobs)
@@ -313,7 +313,7 @@ class ResponseOutput:
         arguments = function.get("arguments") or ""
         self._texts.append(arguments)
         if arguments:
-            yield {"type": "response.function_call_arguments.delta", **self._place(), "delta": arguments}
+            yield {"type": "response.function_call_arguments.delta", **self._position(), "delta": arguments}
 
     def _begin(self, item: dict[str, Any]) -> Iterator[EventFields]:
         item |= {"id": f"{ITEM_PREFIXES[item['type']]}_{uuid4().hex}", "status": "in_progress"}
@@ -327,7 +327,7 @@ class ResponseOutput:
         if item["type"] == "message":
             part |= {"annotations": [], "logprobs": []}
         item["content"].append(part)
-        yield {"type": "response.content_part.added", **self._place(content_index=0), "part": _copy(part)}
+        yield {"type": "response.content_part.added", **self._position(content_index=0), "part": _copy(part)}
 
     def _end(self, status: str) -> Iterator[EventFields]:
         if not self._is_open:
@@ -344,16 +344,16 @@ class ResponseOutput:
         self._logprobs = []
         item["status"] = status
         if item["type"] == "function_call":
-            told = {"name": item["name"], "arguments": item["arguments"]}
-            yield {"type": "response.function_call_arguments.done", **self._place(), **told}
+            whole = {"name": item["name"], "arguments": item["arguments"]}
+            yield {"type": "response.function_call_arguments.done", **self._position(), **whole}
         else:
-            part, place = item["content"][0], self._place(content_index=0)
-            told = {"text": part["text"]} | ({"logprobs": part["logprobs"]} if "logprobs" in part else {})
-            yield {"type": f"response.{part['type']}.done", **place, **told}
-            yield {"type": "response.content_part.done", **place, "part": part}
+            part, position = item["content"][0], self._position(content_index=0)
+            whole = {"text": part["text"]} | ({"logprobs": part["logprobs"]} if "logprobs" in part else {})
+            yield {"type": f"response.{part['type']}.done", **position, **whole}
+            yield {"type": "response.content_part.done", **position, "part": part}
         yield {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item}
 
-    def _place(self, **more: int) -> dict[str, Any]:
+    def _position(self, **more: int) -> dict[str, Any]:
         """Where the open item is."""
         return {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1, **more}
 

@@ -218,9 +218,9 @@ def _continued(request: ResponsesRequest, before: list[dict[str, Any]]) -> Respo
 
 def _check_unicode(items: list[dict[str, Any]], body: ResponsesRequest) -> None:
     """NotUnicode for what could not be written again, whether the model sees it or not."""
-    told = body.metadata, body.tools, body.tool_choice, None if body.text is None else body.text.format
+    fields = body.metadata, body.tools, body.tool_choice, None if body.text is None else body.text.format
     try:
-        msgspec.json.encode((items, told))
+        msgspec.json.encode((items, fields))
     except UnicodeEncodeError:
         raise NotUnicode("The request holds half of a surrogate pair; send valid Unicode.") from None
 

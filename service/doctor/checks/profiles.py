@@ -23,7 +23,7 @@ _MAX_REQUESTS = 64
 _LAUNCHES = ("LaunchKernel", "GraphLaunch")
 # Parts of the names of kernels with LoRA, in every language; the last ones expand and compute the gate at once.
 _LORA = ("lora", "shrink", "expand", "swiglu_token", "swiglu_tile", "swiglu_window")
-_AI_CPU, _NOT_TOLD = "AI_CPU", "N/A"
+_AI_CPU, _UNKNOWN = "AI_CPU", "N/A"
 
 
 def profile(host: StepHost) -> None:
@@ -139,13 +139,13 @@ def figures_of_table(rows: Iterable[Mapping[str, str]], *, num_steps: int) -> di
         kernels[row["Name"]].append(duration)
         spans.append((start, start + duration))
         core = row.get("Accelerator Core", "").strip()
-        knows_cores |= core not in ("", _NOT_TOLD)
+        knows_cores |= core not in ("", _UNKNOWN)
         if core == _AI_CPU:
             on_ai_cpu[row["Name"]].append(duration)
     if not spans:
         raise StepFailed("torch_npu's profiler saw nothing on the NPU.")
-    told = _longest(on_ai_cpu, num_steps) if knows_cores else "the profiler did not tell which core a kernel ran on"
-    return _figures(kernels, spans, num_steps) | {"ai_cpu": told}
+    longest = _longest(on_ai_cpu, num_steps) if knows_cores else "the profiler did not tell which core a kernel ran on"
+    return _figures(kernels, spans, num_steps) | {"ai_cpu": longest}
 
 
 def figures_of_events(events: Any, device_type: DeviceType, *, num_steps: int = NUM_STEPS) -> dict[str, Any]:
@@ -198,8 +198,8 @@ def _union(spans: list[tuple[float, float]]) -> float:
 
 def _judge(host: StepHost, figures: Mapping[str, Any]) -> None:
     if isinstance(figures["ai_cpu"], list) and figures["ai_cpu"]:
-        told = ", ".join(one["name"] for one in figures["ai_cpu"][:5])
-        host.find("warning", "ai-cpu", f"Operators run on AI_CPU in decode steps: {told}.", "Report it.")
+        names = ", ".join(one["name"] for one in figures["ai_cpu"][:5])
+        host.find("warning", "ai-cpu", f"Operators run on AI_CPU in decode steps: {names}.", "Report it.")
     if figures.get("device_busy_share", 1.0) < 0.5:
         host.find("note", "host-bound", f"The device is busy {figures['device_busy_share']:.0%} of the time under the "
                   "profiler: steps wait for the host.")  # fmt: skip

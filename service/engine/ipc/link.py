@@ -318,8 +318,8 @@ class EngineLink(abc.ABC):
 
     def _lose_all(self, error: str, *, was_ready: bool = True) -> None:
         """Fail all requests of an engine that is gone. The log is quiet if it was drained before it was ready."""
-        told_level = logging.INFO if was_ready else logging.DEBUG
-        log.log(told_level if self.state in ("draining", "asleep") else logging.ERROR, "engine: %s", error)
+        level = logging.INFO if was_ready else logging.DEBUG
+        log.log(level if self.state in ("draining", "asleep") else logging.ERROR, "engine: %s", error)
         streams, self._streams = self._streams, {}
         for stream in streams.values():  # a pause before the sleep has let those that ran end
             stream.die(NeverSent(ASLEEP) if self.state == "asleep" else EngineDied(error))

@@ -167,8 +167,8 @@ class Residency:
     def loads_since(self, digest: str, came_seconds: float) -> Loads:
         """An adapter's loads that have ended since then."""
         last = self._last_loads.get(digest, {}).items()
-        told = ((tier, began - came_seconds, ended - came_seconds) for tier, (began, ended) in last)
-        return tuple((tier, max(0.0, began), ended) for tier, began, ended in told if ended > 0)
+        spans = ((tier, began - came_seconds, ended - came_seconds) for tier, (began, ended) in last)
+        return tuple((tier, max(0.0, began), ended) for tier, began, ended in spans if ended > 0)
 
     # ---- disk -> host
 

@@ -114,4 +114,4 @@ class VersionMoves:
 def set_adapter(sequence: Sequence, adapter: str, rows: Mapping[str, int]) -> None:
     """Give the sequence an adapter from its next token that no launched step samples."""
     sequence.request = msgspec.structs.replace(sequence.request, adapter=adapter, adapter_rows=dict(rows))
-    sequence.untold_versions += ((sequence.num_tokens - sequence.num_prompt, adapter),)
+    sequence.unsent_versions += ((sequence.num_tokens - sequence.num_prompt, adapter),)

@@ -52,7 +52,7 @@ class Sequence:
     loads          of its adapter, once it has begun
     waited_seconds  from then to its first step, None before it
     pooled         of its hidden states, once its last prompt token is computed; see `Finished`
-    untold_versions  (number of its first output token, digest) of adapters that it has moved to, see `Tokens`
+    unsent_versions  (number of its first output token, digest) of adapters that it has moved to, see `Tokens`
     """
 
     request: Submit
@@ -81,7 +81,7 @@ class Sequence:
     loads: Loads = ()
     waited_seconds: float | None = None
     pooled: bytes | None = None
-    untold_versions: tuple[tuple[int, str], ...] = ()
+    unsent_versions: tuple[tuple[int, str], ...] = ()
 
     @property
     def request_id(self) -> str:

@@ -273,14 +273,16 @@ def sentences(options: EngineOptions, budgets: Budgets, sizes: ModelSizes, devic
         num_states = budgets.state_cache_bytes // sizes.state_bytes_per_line
         text = f"{shown(budgets.state_cache_bytes)} ({num_states:,} states)"
         values["--state-cache-bytes"] = (options.state_cache_bytes, text)
-    told = [f"{shown(free_bytes)} free on {device} beside the weights, of which steps need {shown(budgets.step_bytes)}"]
+    facts = [
+        f"{shown(free_bytes)} free on {device} beside the weights, of which steps need {shown(budgets.step_bytes)}"
+    ]
     for word, is_given in (("given", True), ("decided from the machine", False)):
         named = [f"{flag} {text}" for flag, (value, text) in values.items() if (value is not None) is is_given]
         if named:
-            told.append(f"{word}: {', '.join(named)}")
-    if len(told) > 1 and not told[-1].startswith("given"):
-        told[-1] += "; name any of them to change it, and the others follow"
-    return told
+            facts.append(f"{word}: {', '.join(named)}")
+    if len(facts) > 1 and not facts[-1].startswith("given"):
+        facts[-1] += "; name any of them to change it, and the others follow"
+    return facts
 
 
 def shown(num_bytes: int) -> str:

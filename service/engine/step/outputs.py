@@ -95,7 +95,7 @@ def tokens_message(sequence: Sequence, choice: Choice) -> Tokens | None:
         logprobs = () if choice.logprob is None else (choice.logprob,)
     if not tokens and prompt_logprobs is None:
         return None
-    adapter = _new_adapter(sequence) if sequence.untold_versions and tokens else None
+    adapter = _new_adapter(sequence) if sequence.unsent_versions and tokens else None
     if len(sequence.token_ids) > sequence.num_prompt:
         return Tokens(sequence.request_id, tokens, logprobs, prompt_logprobs, adapter=adapter)
     first = sequence.waited_seconds, sequence.num_cached or 0, adapter, sequence.loads
@@ -105,9 +105,9 @@ def tokens_message(sequence: Sequence, choice: Choice) -> Tokens | None:
 def _new_adapter(sequence: Sequence) -> str | None:
     """The adapter of its next token, if it has moved since the last one."""
     index = len(sequence.token_ids) - sequence.num_prompt
-    told = [adapter for first, adapter in sequence.untold_versions if first <= index]
-    sequence.untold_versions = sequence.untold_versions[len(told) :]
-    return told[-1] if told else None
+    due = [adapter for first, adapter in sequence.unsent_versions if first <= index]
+    sequence.unsent_versions = sequence.unsent_versions[len(due) :]
+    return due[-1] if due else None
 
 
 def _row_of(sequence: Sequence, logits_row: int, index: int) -> RowSampling:

@@ -115,7 +115,7 @@ class Checkpoint:
         stored: str = self._files[file].get_slice(name).get_dtype()
         return FLOATS.get(stored, stored)
 
-    def place(self, name: str) -> tuple[str, str]:
+    def file_of(self, name: str) -> tuple[str, str]:
         """The file of a tensor, and its name there; of a quantised weight, as it would be called without codes. Raises
         ModelError."""
         if self._stored(name) is None and (parts := self._parts(name)):

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from kernels.linear.quantised import Quantised, dequantise, pack_nibbles
-from service.models.gguf_file import TYPES, Place, read_gguf
+from service.models.gguf_file import TYPES, StoredTensor, read_gguf
 from service.models.spec.config_json import ModelError
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -45,7 +45,7 @@ class GgufCheckpoint:
         Raises ModelError.
         """
         file = read_gguf(path)
-        self._path, self._places = path, file.places
+        self._path, self._tensors = path, file.tensors
         self._data = np.memmap(path, np.uint8, "r")
         self._heads: dict[str, int] = {}
         if has_paired_rows:
@@ -55,15 +55,15 @@ class GgufCheckpoint:
             self._heads = {"attn_q": num_heads, "attn_k": num_kv_heads}
 
     def __contains__(self, name: object, /) -> bool:
-        return isinstance(name, str) and _stored(name) in self._places
+        return isinstance(name, str) and _stored(name) in self._tensors
 
     def fault(self, name: str, shape: tuple[int, ...]) -> str | None:
         """As `Checkpoint.fault`."""
-        place = self._places.get(_stored(name) or "")
-        if place is None:
+        entry = self._tensors.get(_stored(name) or "")
+        if entry is None:
             return f"{self._path} has no tensor {_stored(name) or name}: convert the model anew"
-        if place.shape != shape:
-            return f"tensor {_stored(name)} of {self._path} has the shape {list(place.shape)}, not {list(shape)}"
+        if entry.shape != shape:
+            return f"tensor {_stored(name)} of {self._path} has the shape {list(entry.shape)}, not {list(shape)}"
         return None
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -76,27 +76,27 @@ class GgufCheckpoint:
         fault, stored = self.fault(name, shape), _stored(name)
         if fault is not None or stored is None:
             raise ModelError(fault or f"{self._path} has no tensor {name}")
-        place = self._places[stored]
-        octets = torch.from_numpy(self._data[place.begin : place.begin + place.num_bytes].copy())
+        entry = self._tensors[stored]
+        octets = torch.from_numpy(self._data[entry.begin : entry.begin + entry.num_bytes].copy())
         order = self._row_order(stored, shape)
-        if place.kind in _DTYPES:
-            values = octets.view(_DTYPES[place.kind]).view(shape)
+        if entry.kind in _DTYPES:
+            values = octets.view(_DTYPES[entry.kind]).view(shape)
             return values if order is None else values[order]
-        weight = _READERS[place.kind](octets.view(shape[0], -1, _block_bytes(place)))
+        weight = _READERS[entry.kind](octets.view(shape[0], -1, _block_bytes(entry)))
         if not bool(torch.isfinite(weight.scales).all()):
             raise ModelError(f"tensor {stored} of {self._path} has a scale that is NaN or infinite: download it again")
         return weight if order is None else weight.rows(order)
 
     def dtype(self, name: str) -> str:
         """ "bfloat16" of what is quantised, else the stored one."""
-        place = self._places.get(_stored(name) or "")
-        if place is None:
+        entry = self._tensors.get(_stored(name) or "")
+        if entry is None:
             raise ModelError(f"{self._path} has no tensor {_stored(name) or name}: convert the model anew")
-        return str(_DTYPES.get(place.kind, torch.bfloat16)).removeprefix("torch.")
+        return str(_DTYPES.get(entry.kind, torch.bfloat16)).removeprefix("torch.")
 
     def others(self, names: Iterable[str]) -> list[str]:
         """As `Checkpoint.others`."""
-        return sorted(set(self._places) - {_stored(name) for name in names})
+        return sorted(set(self._tensors) - {_stored(name) for name in names})
 
     def _row_order(self, stored: str, shape: tuple[int, ...]) -> torch.Tensor | None:
         heads = next((num for part, num in self._heads.items() if f".{part}." in stored), None)
@@ -113,8 +113,8 @@ def _stored(name: str) -> str | None:
     return None if part is None else f"blk.{found[1]}.{part}.{found[3]}"
 
 
-def _block_bytes(place: Place) -> int:
-    return next(num_bytes for kind, _, num_bytes in TYPES.values() if kind == place.kind)
+def _block_bytes(entry: StoredTensor) -> int:
+    return next(num_bytes for kind, _, num_bytes in TYPES.values() if kind == entry.kind)
 
 
 def _half(blocks: torch.Tensor, first: int) -> torch.Tensor:

@@ -157,7 +157,7 @@ def config_of_gguf(file: GgufFile) -> dict[str, Any]:
         "max_position_embeddings": fact("context_length"),
         "rms_norm_eps": float(f"{fact('attention.layer_norm_rms_epsilon'):.6g}"),  # GGUF has it in float32
         "rope_theta": float(file.facts.get(f"{architecture}.rope.freq_base", 10_000.0)),
-        "tie_word_embeddings": "output.weight" not in file.places,
+        "tie_word_embeddings": "output.weight" not in file.tensors,
         "bos_token_id": file.facts.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": file.facts.get("tokenizer.ggml.eos_token_id"),
         "quantization_config": {"quant_method": "gguf", "has_paired_rows": _ARCHITECTURES[architecture]},
@@ -168,7 +168,7 @@ def config_of_gguf(file: GgufFile) -> dict[str, Any]:
         config["rope_parameters"] = rope | both
     if file.facts.get(f"{architecture}.rope.scaling.type", "none") != "none":
         raise ModelError("the GGUF file scales its rotation, which is not served: give the model's own directory")
-    biases = () if architecture == "qwen2" else sorted(name for name in file.places if name.endswith(".bias"))
+    biases = () if architecture == "qwen2" else sorted(name for name in file.tensors if name.endswith(".bias"))
     if biases:
         raise ModelError(f"the GGUF file has {biases[0]}, and {architecture} is served without biases from GGUF")
     changed = [name for name, usual in _usual(config).items() if file.facts.get(name, usual) != usual]
