@@ -265,13 +265,14 @@ def _thinking_variables(
     template's own default before that. None if it reads neither, or has a switch alone for such a word. BadRequest if
     `enable_thinking` asks for something that the template ignores."""
     effort, is_wanted = request.reasoning_effort, request.enable_thinking
-    has_switch = "enable_thinking" in source
+    is_named_thinking = _THINKING_VARIABLE.search(source) is not None
+    has_switch = is_named_thinking or "enable_thinking" in source
     choices: list[dict[str, Any]] = [{}]
     if effort and "reasoning_effort" in source:
         switch = {"enable_thinking": effort != "none", "thinking": effort != "none"} if effort in _EFFORTS else {}
         first, *others = [{"reasoning_effort": word, **switch} for word in (effort, *_nearest(effort, source))]
         choices = [first, *others, switch] if switch else [first, {}, *others]
-    elif effort in _EFFORTS and (has_switch or _THINKING_VARIABLE.search(source)):
+    elif effort in _EFFORTS and has_switch:
         choices = [{"enable_thinking": effort != "none", "thinking": effort != "none"}]
     if is_wanted is None:
         return choices
@@ -281,7 +282,8 @@ def _thinking_variables(
             f"`enable_thinking` is {value}, which this model's chat template does not take; leave it out.",
             param="enable_thinking",
         )
-    return [{**choice, "enable_thinking": is_wanted} for choice in choices]
+    wanted = {"enable_thinking": is_wanted, **({"thinking": is_wanted} if is_named_thinking else {})}
+    return [choice | wanted for choice in choices]
 
 
 def _is_effort_idle(

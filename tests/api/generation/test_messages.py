@@ -151,6 +151,9 @@ def test_a_template_sees_how_much_to_think_if_it_takes_that(server: Server, chec
         assert text(answer("effort", "", enable_thinking=False).json()["tokens"]) == "< False>"
         assert text(answer("switch", "", enable_thinking=True).json()["tokens"]) == "<True>"
         assert text(answer("effort", "high", enable_thinking=False).json()["tokens"]) == "<high False>"
+        for is_wanted, shown in ((True, "<on>"), (False, "<off>")):
+            for effort in ("", "high", "none"):
+                assert text(answer("named", effort, enable_thinking=is_wanted).json()["tokens"]) == shown
         for model, is_wanted in (("thinker", False), ("thinker", True), (BASE, True)):
             refused = answer(model, "", enable_thinking=is_wanted)
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, "enable_thinking")
