@@ -143,6 +143,10 @@ class Scatter:
             plans = self._plans[adapter.shape_key] = self._plan(adapter)
         return (LoadPart(self, plan, slabs[plan.slab]) for plan in plans)
 
+    def forget_plans(self) -> None:
+        """See `RowPool.forget_addresses`."""
+        self._plans.clear()
+
     def _plan(self, adapter: HostAdapter | AdapterSum) -> list[_PartPlan]:
         if isinstance(adapter, HostAdapter):
             return self._cut(adapter, self._targets(adapter), 0, has_tables=True)

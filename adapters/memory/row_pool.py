@@ -248,6 +248,11 @@ class RowPool:
             num_moves=self.allocation.num_moves,
         )
 
+    def forget_addresses(self) -> None:
+        """Forget what was derived from where tensors lie, because they lie elsewhere now."""
+        self._scatter.forget_plans()
+        self._tensors.forget_addresses()
+
     def trim(self) -> None:
         """On a CPU: release the memory of rows that dropped adapters have left. Rows never used occupy none."""
         for group in self._freed_groups:

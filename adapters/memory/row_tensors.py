@@ -70,6 +70,10 @@ class RowTensors:
             tensors = self._swapped[group] = RowTensorSet(tuple(t for one in stacks for t in (*one.a, *one.b)))
         swap_rows(tensors, swap.low, swap.high, swap.length)
 
+    def forget_addresses(self) -> None:
+        """See `RowPool.forget_addresses`."""
+        self._swapped.clear()
+
     def note(self, placement: Placement, adapter: HostAdapter | AdapterSum) -> None:
         """Write the place's ranks and scalings to the host's tables; the device's are part of the slab."""
         place, slices = placement.place, adapter.slices

@@ -83,11 +83,12 @@ class EngineProtocol(Protocol):
     def can_sleep(self) -> bool:
         """Whether `sleep` and `wake` may be called."""
 
-    async def sleep(self) -> None:
-        """End all engines' processes until `wake`; the state is "asleep" then. EngineDied if one ends for good."""
+    async def sleep(self, level: int) -> None:
+        """Have all engines give their devices' memory back until `wake`, at level 2 by ending their processes; the
+        state is "asleep" then. EngineDied if one ends for good."""
 
     async def wake(self) -> None:
-        """Start those that sleep, and wait until they are ready. EngineDied if one cannot start."""
+        """Wake those that sleep, and wait until they are ready. EngineDied if one cannot start."""
 
     @property
     def is_paused(self) -> bool:

@@ -178,9 +178,11 @@ class Engines:
         """Whether all engines can."""
         return all(one.can_sleep for one in self.clients)
 
-    async def sleep(self) -> None:
+    async def sleep(self, level: int) -> None:
         """Let all engines sleep but those that are down. EngineDied if one ends for good."""
-        await asyncio.gather(*(one.sleep() for one in self.clients if one.state != "down"))
+        for member in self._members:
+            member.prefixes.clear()
+        await asyncio.gather(*(one.sleep(level) for one in self.clients if one.state != "down"))
 
     async def wake(self) -> None:
         """Wake all engines, and wait until they are ready. EngineDied if one cannot start."""

@@ -45,7 +45,18 @@ from adapters.memory.row_pool import PoolUsage
 from service.engine.grammar.compiled_grammars import Worker
 from service.engine.grammar.grammar_sequences import GrammarSequences
 from service.engine.ipc.config import EngineConfig, has_prefix_cache
-from service.engine.ipc.messages import Abort, Evict, Load, Move, OpInUse, Pin, Ready, ResetPrefixCache, Stats, Submit
+from service.engine.ipc.messages import (
+    Abort,
+    Evict,
+    Load,
+    Move,
+    OpInUse,
+    Pin,
+    Ready,
+    ResetPrefixCache,
+    Stats,
+    Submit,
+)
 from service.engine.loras.interfaces import HostSource, Loader, Rows
 from service.engine.loras.prefetch import AdapterLoads
 from service.engine.model.runner import Runner
@@ -58,6 +69,7 @@ from service.engine.scheduling.scheduler import Scheduler
 from service.engine.scheduling.state_lines import StateLines
 from service.engine.sequences.sequence import Sequence
 from service.engine.sequences.slots import Slots
+from service.engine.sleeping import Sleeping
 from service.engine.step.launcher import StepLauncher
 from service.engine.step.outputs import PooledStep, StepResult, StepSampling, read_sampled, tokens_message
 from service.engine.step_records import StepRecord, StepRecords, record_of
@@ -146,6 +158,7 @@ class Engine:
         self._ops = ops
         self._overlaps = config.overlap if config.overlap is not None else capacity.device.type != "cpu"
         self._launcher = StepLauncher(runner, rows, self.blocks, config, keeps_tokens=self._overlaps)
+        self.sleeping = Sleeping(runner, rows, self.cache, self._launcher, self.pauses, self.requests)
         self._in_flight: _StepInFlight | None = None
         self._collected_at = 0.0
 
@@ -225,11 +238,22 @@ class Engine:
         """The events since the last call; `step` returns them too."""
         return self.requests.take_events()
 
+    def sleep(self, request_id: str) -> None:
+        """See `Sleep`."""
+        self.sleeping.begin(request_id, has_step_in_flight=self.has_step_in_flight)
+
+    def resume(self, request_id: str) -> None:
+        """See `Resume`. Raises what `Sleeping.end` does."""
+        self.sleeping.end()
+        self.pauses.end(request_id)
+
     # ---- the step
 
     def step(self) -> list[Event]:
         """One forward pass for all that can run, and what came of it: of the pass before, with overlap. Runs no model
-        if nothing can."""
+        if nothing can, and touches no memory of the device while asleep."""
+        if self.sleeping.is_asleep:
+            return self.take_events()
         num_preemptions = self.scheduler.num_preemptions
         launched = self._launch()
         has_collected = self._collect_in_flight()
@@ -327,7 +351,7 @@ class Engine:
 
         What has not come to its turn is captured by the first step of its size.
         """
-        if self.requests or self.has_step_in_flight:
+        if self.requests or self.has_step_in_flight or self.sleeping.is_asleep:
             return False
         return self._launcher.capture_next()
 

@@ -54,6 +54,10 @@ class Pauses:
         if request_id is not None:
             self._requests.events.append(Finished(request_id, "stop"))
 
+    def hold(self) -> None:
+        """End the lease, and not the pause."""
+        self._until_seconds = None
+
     def expire(self) -> None:
         """Resume if the lease is over."""
         if self.seconds_left == 0.0:

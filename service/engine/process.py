@@ -41,6 +41,7 @@ from service.engine.ipc.messages import (
     Ping,
     Resume,
     Sampling,
+    Sleep,
     Stats,
     Submit,
     ToEngine,
@@ -206,13 +207,16 @@ class EngineProcess:
         if isinstance(message, Drain):
             self._drain_deadline = time.monotonic() + message.limit_seconds
             self._engine.pauses.end()
-        elif isinstance(message, (Submit, Pause, Resume)) and self._drain_deadline is not None:
+        elif isinstance(message, (Submit, Pause, Sleep, Resume)) and self._drain_deadline is not None:
             self._refused.append(Finished(message.request_id, "error", error=SHUTTING_DOWN))
         elif isinstance(message, Pause):
             self._engine.pauses.begin(message)
             self._stats_sent_at = 0.0  # the next Stats goes out with the answer or before it
         elif isinstance(message, Resume):
-            self._engine.pauses.end(message.request_id)
+            self._engine.resume(message.request_id)
+            self._stats_sent_at = 0.0
+        elif isinstance(message, Sleep):
+            self._engine.sleep(message.request_id)
             self._stats_sent_at = 0.0
         elif not isinstance(message, Ping):  # which wants Stats, like every message
             self._engine.handle(message)

@@ -38,6 +38,7 @@ from service.engine.ipc.messages import (
     Ping,
     ResetPrefixCache,
     Resume,
+    Sleep,
     Stats,
     Submit,
     ToEngine,
@@ -172,8 +173,8 @@ class Relay:
                 self._client.reset_prefix_cache()
             case Ping():
                 self._client.ping()
-            case Drain():
-                log.error("a server that may not has asked for the engine's end")
+            case Drain() | Sleep():
+                log.error("a server that may not has asked for the engine's end or sleep")
             case _:
                 assert_never(message)
 

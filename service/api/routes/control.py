@@ -83,16 +83,18 @@ async def continue_generation(request: Request) -> GenerationStateResponse:
 
 @router.post("/sleep", dependencies=[each_once], responses=_ERRORS, summary="Give the devices' memory back")
 async def sleep(request: Request, query: Annotated[SleepQuery, Query()]) -> IsSleepingResponse:
-    """vLLM's: the engines end, with all memory of their devices, until /wake_up. What runs is paused first. Meanwhile
-    requests get 503, and uploads, listings and /health are served."""
+    """vLLM's: until /wake_up the devices' memory is free. At level 1 weights and adapters wait in host memory, at level
+    2 the engines end and read them again. What runs is paused first. Meanwhile requests get 503, and uploads, listings
+    and /health are served."""
     services = services_of(request)
     if not services.engine.can_sleep:
         raise BadRequest("Engines behind Ray Serve do not sleep; scale the deployment down instead.")
-    if services.engine.state != "asleep":
-        with _controlling(request, "sleep"):
+    is_asleep = services.engine.state == "asleep"
+    with _controlling(request, f"sleep {query.level}", is_ready=not is_asleep):
+        if not is_asleep:
             await services.engine.pause(query.mode, services.settings.pause_limit_seconds)
             services.woken.clear()
-            await services.engine.sleep()
+        await services.engine.sleep(query.level)
     return IsSleepingResponse(is_sleeping=True)
 
 

@@ -85,7 +85,7 @@ class SleepQuery(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    level: int = Field(1, ge=1, le=2, description="no difference: weights are read again from disk")
+    level: int = Field(1, ge=1, le=2, description="1: weights wait in host memory; 2: they are read again")
     mode: Literal["abort", "wait"] = Field(
         "abort", description="running requests end at once with the finish_reason `abort`, or as usual"
     )

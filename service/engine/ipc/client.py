@@ -16,11 +16,12 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from uuid import uuid4
 
 from kernels.child_process import child_environment, ending_of
 from service.engine.ipc.config import EngineOptions
-from service.engine.ipc.link import ASLEEP, EngineDied, EngineLink
-from service.engine.ipc.messages import Drain, EngineStatus, Tier
+from service.engine.ipc.link import ASLEEP, EngineDied, EngineLink, NeverSent
+from service.engine.ipc.messages import Drain, EngineStatus, Resume, Sleep, Tier
 from service.engine.ipc.wire import Outbox, frame, read_from_engine
 
 log = logging.getLogger(__name__)
@@ -53,6 +54,7 @@ class EngineClient(EngineLink):
         self._environment = dict(environment or {})
         self._closing = asyncio.Event()
         self._woken = asyncio.Event()  # or closing
+        self._falling_asleep_or_waking = asyncio.Lock()
         self._supervisor: asyncio.Task[None] | None = None
         self._process: asyncio.subprocess.Process | None = None
 
@@ -94,29 +96,48 @@ class EngineClient(EngineLink):
         """See `EngineLink`."""
         return True
 
-    async def sleep(self) -> None:
-        """See `EngineLink`. The process is killed: it owns nothing but memory, and the next one reads all again."""
-        if self.state in ("draining", "down"):
-            raise EngineDied(self.state_error or "The engine is down.")
-        if self.state != "asleep":
-            self._woken.clear()
-            self._set_state("asleep", ASLEEP)
+    async def sleep(self, level: int) -> None:
+        """See `EngineLink`. A process that is killed owns nothing but memory, and the next one reads all again."""
+        async with self._falling_asleep_or_waking:
+            if self.state in ("draining", "down"):
+                raise EngineDied(self.state_error or "The engine is down.")
+            if level == 1 and (self.state == "asleep" or await self._dozes_off()):
+                return
+            self._set_asleep()
             self.kill()
-        await self._falls_asleep()
+            while self.state == "asleep" and self._process is not None:
+                self._changed.clear()
+                await self._changed.wait()
 
     async def wake(self) -> None:
         """See `EngineLink`."""
-        await self._falls_asleep()
-        if self.state == "asleep":
-            self._set_state("starting")
-            self._woken.set()
+        async with self._falling_asleep_or_waking:
+            if self.state == "asleep" and self._process is not None:
+                with contextlib.suppress(EngineDied):  # then it is started anew
+                    await self._answered(Resume(uuid4().hex))
+                    self._set_state("ready")
+            if self.state == "asleep":
+                self._set_state("starting")
+                self._woken.set()
         await self.wait_ready()
 
-    async def _falls_asleep(self) -> None:
-        """Wait for the end of the process of an engine that is to sleep."""
-        while self.state == "asleep" and self._process is not None:
-            self._changed.clear()
-            await self._changed.wait()
+    async def _dozes_off(self) -> bool:
+        """Whether an engine that is ready sleeps now, and lives on."""
+        if self.state != "ready":
+            return False
+        self._set_asleep()
+        self._end_streams(NeverSent(ASLEEP))
+        try:
+            await self._answered(Sleep(uuid4().hex))
+        except EngineDied as refusal:
+            log.warning("the engine ends for its sleep: %s", refusal)
+            return False
+        return True
+
+    def _set_asleep(self) -> None:
+        if self.state != "asleep":
+            self._woken.clear()
+            self._set_state("asleep", ASLEEP)
 
     def on_client(self, listener: Callable[[int, EngineLink], None]) -> None:
         """Call `listener` with each engine's number and client; there is this one."""

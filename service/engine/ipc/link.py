@@ -33,6 +33,7 @@ from service.engine.ipc.messages import (
     Ready,
     ResetPrefixCache,
     Resume,
+    Sleep,
     Stats,
     Submit,
     Tier,
@@ -121,6 +122,8 @@ log = logging.getLogger(__name__)
 
 ASLEEP = "The engine sleeps; POST /wake_up wakes it."
 State = Literal["starting", "ready", "restarting", "asleep", "draining", "down"]
+# In which an engine may have adapters, pins and keys of prompts.
+_WITH_ADAPTERS = ("ready", "asleep")
 
 
 class EngineLink(abc.ABC):
@@ -163,13 +166,14 @@ class EngineLink(abc.ABC):
         """Whether `sleep` and `wake` may be called: whether its process is this one's."""
         return False
 
-    async def sleep(self) -> None:
-        """End its process, and with it all memory of its device, until `wake`. Does nothing to one that sleeps.
-        EngineDied where it ends for good."""
+    async def sleep(self, level: int) -> None:
+        """Give the memory of its device back until `wake`: at level 1 by `Sleep`, at level 2, or where that cannot be,
+        by the end of its process. Requests that have come since the pause before it raise NeverSent. Nothing happens to
+        one that sleeps as deep. EngineDied where it ends for good."""
         raise NotImplementedError
 
     async def wake(self) -> None:
-        """Start one that sleeps, and wait until it is ready. EngineDied if it cannot start."""
+        """Wake one that sleeps, or start it anew, and wait until it is ready. EngineDied if it cannot start."""
         raise NotImplementedError
 
     @abc.abstractmethod
@@ -191,11 +195,12 @@ class EngineLink(abc.ABC):
 
     # ---- requests; none of these waits
 
-    def submit(self, request: Submit | Pause | Resume) -> TokenStream:
+    def submit(self, request: Submit | Pause | Sleep | Resume) -> TokenStream:
         """Send a request to the engine, now. If the engine is not there, the stream raises NeverSent."""
         assert request.request_id not in self._streams, "request ids are unique"
         stream = TokenStream(request.request_id, self.abort)
-        if self.state != "ready":
+        # Sleep and Resume are of an engine that takes nothing else.
+        if self.state != "ready" and not (self.state == "asleep" and isinstance(request, Sleep | Resume)):
             stream.die(NeverSent(self.state_error or f"The engine is not ready ({self.state})."))
             return stream
         self._streams[request.request_id] = stream
@@ -219,7 +224,7 @@ class EngineLink(abc.ABC):
 
     def evict(self, digest: str) -> None:
         """Free an adapter's rows and host memory as soon as no request runs with it. A later engine never had it."""
-        if self.state == "ready":
+        if self.state in _WITH_ADAPTERS:
             self._send(Evict(digest))
             if digest in self._pinned:  # an engine unpins one that it cannot read
                 self._send(Pin(self._pinned))
@@ -227,7 +232,7 @@ class EngineLink(abc.ABC):
     def pin(self, digests: Collection[str]) -> None:
         """Pin these adapters on the device, and no others; also on later engines."""
         self._pinned = tuple(digests)
-        if self.state == "ready":
+        if self.state in _WITH_ADAPTERS:
             self._send(Pin(self._pinned))
 
     def reset_prefix_cache(self) -> None:
@@ -243,7 +248,7 @@ class EngineLink(abc.ABC):
         """End the engine's pause. EngineDied if the engine ends before; a later engine is not paused."""
         await self._answered(Resume(uuid4().hex))
 
-    async def _answered(self, request: Pause | Resume) -> None:
+    async def _answered(self, request: Pause | Sleep | Resume) -> None:
         async for message in self.submit(request):
             if isinstance(message, Finished) and message.error is not None:
                 raise EngineDied(message.error)
@@ -320,11 +325,16 @@ class EngineLink(abc.ABC):
         """Fail all requests of an engine that is gone. The log is quiet if it was drained before it was ready."""
         level = logging.INFO if was_ready else logging.DEBUG
         log.log(level if self.state in ("draining", "asleep") else logging.ERROR, "engine: %s", error)
-        streams, self._streams = self._streams, {}
-        for stream in streams.values():  # a pause before the sleep has let those that ran end
-            stream.die(NeverSent(ASLEEP) if self.state == "asleep" else EngineDied(error))
+        self._end_streams(NeverSent(ASLEEP) if self.state == "asleep" else EngineDied(error))
         for listener in self._end_listeners:
             listener(error)
+
+    def _end_streams(self, error: EngineDied) -> None:
+        """Fail all requests."""
+        streams, self._streams = self._streams, {}
+        for request_id, stream in streams.items():
+            self._send(Abort(request_id))
+            stream.die(error)
 
     def _send(self, message: ToEngine) -> None:
         """Send a message in the frame of this iteration of the loop. After the engine's end it is dropped; the streams

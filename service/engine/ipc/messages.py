@@ -1,7 +1,7 @@
 """Messages between the API process and the engine process: small, typed, msgpack by msgspec.
 
-API to engine: Submit, Abort, Move, Load, Evict, Pin, ResetPrefixCache, Pause, Resume, Ping, Drain. Engine to API:
-Ready, Tokens, Finished, Stats, Fatal; a relay between them adds Cordon.
+API to engine: Submit, Abort, Move, Load, Evict, Pin, ResetPrefixCache, Pause, Sleep, Resume, Ping, Drain. Engine to
+API: Ready, Tokens, Finished, Stats, Fatal; a relay between them adds Cordon.
 Text never crosses: the engine knows token ids only. Weights never cross: the engine reads adapters from the store.
 """
 
@@ -141,8 +141,15 @@ class Pause(msgspec.Struct, frozen=True, tag=True):
     limit_seconds: float
 
 
+class Sleep(msgspec.Struct, frozen=True, tag=True):
+    """Give the device's memory back until Resume: for a paused engine without requests. Finished answers, with an error
+    where that cannot be; the engine goes on then."""
+
+    request_id: str
+
+
 class Resume(msgspec.Struct, frozen=True, tag=True):
-    """End the pause, if there is one. Finished answers."""
+    """End the pause and the sleep, if there is one. Finished answers."""
 
     request_id: str
 
@@ -157,7 +164,7 @@ class Drain(msgspec.Struct, frozen=True, tag=True):
     limit_seconds: float
 
 
-ToEngine = Submit | Abort | Move | Load | Evict | Pin | ResetPrefixCache | Pause | Resume | Ping | Drain
+ToEngine = Submit | Abort | Move | Load | Evict | Pin | ResetPrefixCache | Pause | Sleep | Resume | Ping | Drain
 
 
 # ---- engine -> API

@@ -180,6 +180,10 @@ class CapturedSteps:
             return MANY_LOGITS if has_many else LARGE
         return TOO_MANY if len(self._captured) >= self.max_graphs else None
 
+    def forget_graphs(self) -> None:
+        """Release all graphs, whose memory is about to move; steps are captured again."""
+        self._captured.clear()
+
     def forget_history(self) -> None:
         """Reset the counters; the graphs stay."""
         self.num_replayed = 0

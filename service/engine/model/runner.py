@@ -20,6 +20,7 @@ from kernels.sampling import ops as sampling_ops
 from service.engine.ipc.config import EngineConfig, has_prefix_cache
 from service.engine.model.graphs import HIDDEN, CapturedSteps, CudaGraphs, Graphs, unreplayable_ops
 from service.engine.model.padding import Padding, StepSizes, from_python_on_npu, padded_tokens
+from service.engine.model.sleeping_memory import CannotSleep, SleepingMemory, tensors_on
 from service.models.spec.config_json import ModelError
 from service.models.step_batch import StepBatch
 
@@ -97,6 +98,13 @@ class Runner(Protocol):
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy keys and values of whole blocks, in all layers, before the next step runs."""
 
+    def sleep(self, rows: object) -> None:
+        """Give the memory of caches back, on a GPU that of weights and of the pool's `rows` too, until `wake`; no step
+        runs. Raises CannotSleep."""
+
+    def wake(self) -> None:
+        """Have that memory again, with nothing in the caches, and no step captured."""
+
     def run_with_hidden(
         self, batch: StepBatch, sizes: StepSizes, *, of_all: bool = True
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,6 +145,7 @@ class ModelRunner:
         if config.prefix_host_bytes and num_kv_blocks is None:
             stream = copy_stream_of(loaded.device)
             self.host_copies = HostRowCopies(self.caches, config.prefix_host_bytes, stream)
+        self._asleep: SleepingMemory | None = None
         self._token_budget = config.token_budget
         self._has_lora = config.row_bytes > 0
         self._padding: Padding | None = None
@@ -221,6 +230,25 @@ class ModelRunner:
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """See `Runner.copy_blocks`."""
         self.caches.copy_blocks(torch.tensor([sources, targets]).to(self.capacity.device, non_blocking=True))
+
+    def sleep(self, rows: object) -> None:
+        """See `Runner.sleep`."""
+        device = self.capacity.device
+        if device.type not in ("cpu", "cuda"):
+            raise CannotSleep("launches on this device keep addresses")
+        self.captured.forget_graphs()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # adapters may be on their way
+        kept = () if device.type == "cpu" else tensors_on(device, self._model, rows)
+        self._asleep = SleepingMemory(self.caches.tensors, kept)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """See `Runner.wake`."""
+        assert self._asleep is not None, "asleep"
+        self._asleep.bring_back()
+        self._asleep = None
 
     def run_with_hidden(
         self, batch: StepBatch, sizes: StepSizes, *, of_all: bool = True

@@ -184,6 +184,10 @@ class StepLauncher:
             self.capture(sizes)
         self._to_capture.extend(later)
 
+    def capture_again(self) -> None:
+        """Have `capture_next` capture all sizes, of whose steps no graph is left."""
+        self._to_capture = deque(sizes for some in self._runner.sizes_to_capture() for sizes in some)
+
     def capture_next(self) -> bool:
         """Capture steps of one more size, which takes as long as a few steps; False if none is left."""
         if not self._to_capture:

@@ -72,8 +72,13 @@ class Caches:
                     tensor.index_copy_(0, blocks[1], tensor.index_select(0, blocks[0]))
 
     @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All tensors, each once."""
+        return [getattr(cache, name) for cache in self.each for name in cache.__slots__]
+
+    @property
     def num_bytes(self) -> int:
-        return sum(getattr(cache, name).nbytes for cache in self.each for name in cache.__slots__)
+        return sum(tensor.nbytes for tensor in self.tensors)
 
 
 # Blocks that are copied to host memory in a step, or from there at a time.

@@ -273,16 +273,7 @@ def sleeps(controlled: Controlled, path: str = "/sleep") -> bool:
     return is_sleeping
 
 
-def test_a_sleeping_engine_is_gone_until_it_is_woken(
-    controlled: Controlled, clients: ThreadPoolExecutor, checkpoints: Checkpoints
-) -> None:
-    before = whole(controlled)
-    assert not sleeps(controlled, "/wake_up")
-    pids = controlled.server.engine_pids()
-    with controlled.running(ENDLESS) as choices:
-        assert sleeps(controlled, "/sleep?level=1")
-        assert text_of(choices)[1] == "abort"
-    assert controlled.server.engine_pids() == []
+def refuses_what_needs_an_engine(controlled: Controlled) -> None:
     refused = [
         controlled.call("POST", "/v1/completions", json=SHORT),
         controlled.call("POST", "/v1/embeddings", json={"input": "the"}),
@@ -294,10 +285,81 @@ def test_a_sleeping_engine_is_gone_until_it_is_woken(
     assert controlled.call("GET", "/health").json()["engine"] == "asleep"
     for path in ("/v1/models", "/v1/adapters", "/metrics", "/is_paused", "/load"):
         assert controlled.call("GET", path).status_code == 200
+
+
+def put(controlled: Controlled, name: str, directory: Path, query: str = "") -> None:
+    assert controlled.call("PUT", f"/v1/adapters/{name}{query}", files=parts_of(directory)).status_code == 201
+
+
+def test_an_engine_in_a_light_sleep_lives_on_and_reads_nothing_again(
+    controlled: Controlled, checkpoints: Checkpoints, clients: ThreadPoolExecutor
+) -> None:
+    """With its adapters, those that are deleted meanwhile excepted; requests that came since the pause are refused."""
+    for name, query in (("kept", ""), ("kept-in-memory", "?ephemeral=true"), ("unwanted", "?ephemeral=true")):
+        put(controlled, name, checkpoints.spare, query)
+    asked = [LONG, *({**SHORT, "model": name} for name in ("kept", "kept-in-memory"))]
+    before, pids = [whole(controlled, body) for body in asked], controlled.server.engine_pids()
+    restarts = controlled.metric("multilora_engine_restarts_total")
+    with controlled.running(ENDLESS) as choices:
+        controlled.pause("keep")
+        late = clients.submit(controlled.call, "POST", "/v1/completions", json=SHORT)
+        wait_for(lambda: controlled.metric("multilora_num_requests_waiting") == 1, "the request to wait")
+        assert sleeps(controlled)
+        assert text_of(choices)[1] == "abort"
+    assert (late.result().status_code, "POST /wake_up" in late.result().text) in ((503, True), (200, False))
+    assert sleeps(controlled, "/sleep?level=1&mode=wait")
+    refuses_what_needs_an_engine(controlled)
+    assert controlled.call("DELETE", "/v1/adapters/unwanted").status_code == 200
+    put(controlled, "asleep", checkpoints.spare, "?ephemeral=true")
+    assert sleeps(controlled, "/wake_up?tags=weights")
+    woken = [clients.submit(controlled.post, "/wake_up?tags=kv_cache") for _ in range(2)]
+    assert [one.result() for one in woken] == [{"is_sleeping": False}] * 2
+    assert not controlled.is_paused
+    assert [whole(controlled, body) for body in asked] == before
+    assert whole(controlled, {**SHORT, "model": "asleep"}) == before[1]
+    assert controlled.server.engine_pids() == pids
+    assert controlled.metric("multilora_engine_restarts_total") == restarts
+    for name in ("kept", "kept-in-memory", "asleep"):
+        assert controlled.call("DELETE", f"/v1/adapters/{name}").status_code == 200
+
+
+def test_a_light_sleep_may_become_a_deep_one(controlled: Controlled) -> None:
+    before = whole(controlled)
+    assert sleeps(controlled)
+    assert controlled.server.engine_pids() != []
+    assert sleeps(controlled, "/sleep?level=2")
+    assert controlled.server.engine_pids() == []
+    assert sleeps(controlled, "/sleep?level=1")
+    assert not sleeps(controlled, "/wake_up")
+    assert whole(controlled) == before
+
+
+def test_an_engine_that_dies_asleep_is_started_when_it_is_woken(controlled: Controlled) -> None:
+    before = whole(controlled)
+    assert sleeps(controlled)
+    (pid,) = controlled.server.engine_pids()
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: controlled.server.engine_pids() == [], "its end")
+    refuses_what_needs_an_engine(controlled)
+    assert sleeps(controlled)
+    assert not sleeps(controlled, "/wake_up")
+    assert pid not in controlled.server.engine_pids()
+    assert whole(controlled) == before
+
+
+def test_a_sleeping_engine_is_gone_until_it_is_woken(
+    controlled: Controlled, clients: ThreadPoolExecutor, checkpoints: Checkpoints
+) -> None:
+    before, restarts = whole(controlled), controlled.metric("multilora_engine_restarts_total")
+    assert not sleeps(controlled, "/wake_up")
+    pids = controlled.server.engine_pids()
+    with controlled.running(ENDLESS) as choices:
+        assert sleeps(controlled, "/sleep?level=2")
+        assert text_of(choices)[1] == "abort"
+    assert controlled.server.engine_pids() == []
+    refuses_what_needs_an_engine(controlled)
     for name in ("slept", "slept-too"):
-        query = "?ephemeral=true" if name == "slept" else ""
-        put = controlled.call("PUT", f"/v1/adapters/{name}{query}", files=parts_of(checkpoints.spare))
-        assert put.status_code == 201
+        put(controlled, name, checkpoints.spare, "?ephemeral=true" if name == "slept" else "")
     assert sleeps(controlled, "/sleep?level=2&mode=wait")
     assert sleeps(controlled, "/wake_up?tags=weights")
     assert controlled.server.engine_pids() == []
@@ -307,7 +369,7 @@ def test_a_sleeping_engine_is_gone_until_it_is_woken(
     assert controlled.server.engine_pids() != pids
     assert whole(controlled) == before
     assert whole(controlled, {**SHORT, "model": "slept"}) == whole(controlled, {**SHORT, "model": "slept-too"})
-    assert controlled.metric("multilora_engine_restarts_total") == 1
+    assert controlled.metric("multilora_engine_restarts_total") == restarts + 1
 
 
 @pytest.mark.parametrize(
@@ -328,13 +390,18 @@ def test_replicas_sleep_behind_what_runs_and_end_asleep(
     with controlled_server(checkpoints, tmp_path, replicas=2) as controlled:
         unpaused = whole(controlled)
         with controlled.running(LONG) as choices:
-            asked = clients.submit(sleeps, controlled, "/sleep?mode=wait")
+            asked = clients.submit(sleeps, controlled, "/sleep?mode=wait&level=2")
             assert text_of(choices) == unpaused
             assert asked.result()
         assert controlled.server.engine_pids() == []
         assert set(controlled.call("GET", "/health").json()["replicas"].values()) == {"asleep"}
         assert not sleeps(controlled, "/wake_up")
-        assert len(controlled.server.engine_pids()) == 2
+        pids = controlled.server.engine_pids()
+        assert len(pids) == 2
+        assert whole(controlled) == unpaused
+        assert sleeps(controlled)
+        assert not sleeps(controlled, "/wake_up")
+        assert controlled.server.engine_pids() == pids
         assert whole(controlled) == unpaused
         assert sleeps(controlled)
         assert controlled.server.stop() == 0

@@ -142,6 +142,9 @@ class MockRows:
     def hold(self, digest: str, is_held: bool) -> None:
         (self.held.add if is_held else self.held.discard)(digest)
 
+    def forget_addresses(self) -> None:
+        pass
+
     def trim(self) -> None:
         pass
 
@@ -355,6 +358,13 @@ class MockRunner:
         origins = [self._origins[source * size : (source + 1) * size] for source in sources]
         for target, copied in zip(targets, origins, strict=True):
             self._origins[target * size : (target + 1) * size] = copied
+
+    def sleep(self, rows: object) -> None:
+        assert rows is self._rows
+        self._kv.fill_(-1)
+
+    def wake(self) -> None:
+        """Its caches are as `sleep` has left them."""
 
     def block(self, block: int) -> tuple[torch.Tensor, list[int]]:
         """The content of a block now."""
