@@ -105,8 +105,8 @@ class Settings(BaseSettings):
     )
     on_new_version: Literal["keep", "continue"] = Field(
         "keep",
-        description="fate of a request without `on_new_version` when its adapter's name moves to another version; "
-        "keep: it keeps its own; continue: it goes on with the new one from the next token",
+        description="version of a running request when its adapter's name moves, unless the request says; keep: its "
+        "own; continue: the new one from the next token",
     )
     device: str = Field(
         "auto",

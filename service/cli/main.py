@@ -192,7 +192,7 @@ def make_parser(command: str | None = None) -> argparse.ArgumentParser:
 
 def _add_server(parser: argparse.ArgumentParser) -> None:
     url = os.environ.get("MULTILORA_URL", DEFAULT_URL)
-    text = "the server, with or without /v1; also MULTILORA_URL; default: %(default)s"
+    text = "address of the server, with or without /v1; also MULTILORA_URL; default: %(default)s"
     parser.add_argument("--url", default=url, type=_server_url, help=text)
     key = os.environ.get("MULTILORA_API_KEY")
     parser.add_argument("--api-key", default=key, help="your key, where the server needs one; also MULTILORA_API_KEY")
@@ -202,7 +202,7 @@ def _add_upload(parser: argparse.ArgumentParser) -> None:
     _add_server(parser)
     parser.add_argument("path", type=Path, help="directory that PEFT wrote, or a .tar.gz or .zip of one")
     parser.add_argument("--name", help="name of the adapter; default: the name of the directory or archive")
-    parser.add_argument("--note", default="", help="kept in the adapter's history")
+    parser.add_argument("--note", default="", help="text for the adapter's history")
     text = "tenants that may use it; default: as before, and the server's default for a new one"
     parser.add_argument("--visibility", choices=("private", "shared", "public"), help=text)
     parser.add_argument("--shared-with", help="tenants, separated by commas, with --visibility shared")
@@ -215,7 +215,10 @@ def _add_upload(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--expert-b-order", choices=("rank_major", "grouped_by_expert"), help=text)
     text = "keep it in the server's memory alone, until that ends"
     parser.add_argument("--ephemeral", action="store_true", help=text)
-    text = "what requests that do not say do from now on when its name moves; default: as before"
+    text = (
+        "version of a running request when the name moves, unless the request says; keep: its own; continue: the new "
+        "one; default: as before"
+    )
     parser.add_argument("--on-new-version", choices=("keep", "continue"), help=text)
     condition = parser.add_mutually_exclusive_group()
     condition.add_argument("--new", action="store_true", help="refuse if there is an adapter of this name")
@@ -242,10 +245,10 @@ def _add_merge(parser: argparse.ArgumentParser) -> None:
 def _add_ls(parser: argparse.ArgumentParser) -> None:
     _add_server(parser)
     parser.add_argument("prefix", nargs="?", help="first characters of their names; default: all")
-    parser.add_argument("--rank", type=_positive, help="adapters of this rank")
-    parser.add_argument("--state", choices=("disk", "host", "device"), help="adapters whose weights are there")
-    parser.add_argument("--pinned", action="store_true", help="pinned adapters")
-    parser.add_argument("--owner", help="adapters of this tenant; empty: of nobody")
+    parser.add_argument("--rank", type=_positive, help="only adapters of this rank")
+    parser.add_argument("--state", choices=("disk", "host", "device"), help="only adapters whose weights are there")
+    parser.add_argument("--pinned", action="store_true", help="only pinned adapters")
+    parser.add_argument("--owner", help="only adapters of this tenant; empty: those without one")
 
 
 def _add_history(parser: argparse.ArgumentParser) -> None:
@@ -258,7 +261,7 @@ def _add_rollback(parser: argparse.ArgumentParser) -> None:
     _add_server(parser)
     parser.add_argument("name", help="name of the adapter")
     parser.add_argument("--to", metavar="VERSION", help="number or digest; default: the newest other content")
-    parser.add_argument("--note", default="", help="kept in the adapter's history")
+    parser.add_argument("--note", default="", help="text for the adapter's history")
 
 
 def _add_pin(parser: argparse.ArgumentParser) -> None:
@@ -284,7 +287,8 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("message", nargs="*", help="one message; without any an interactive chat")
     parser.add_argument("--adapter", help="name of an adapter; default: the base")
     parser.add_argument("--system", help="system message")
-    parser.add_argument("--temperature", type=_finite, default=0.0, help="0 is greedy; default: %(default)s")
+    text = "sampling temperature, 0 for greedy; default: %(default)s"
+    parser.add_argument("--temperature", type=_finite, default=0.0, help=text)
     parser.add_argument(
         "--max-tokens", type=_positive, default=256, help="largest number of tokens of the answer; default: %(default)s"
     )
@@ -293,9 +297,9 @@ def _add_chat(parser: argparse.ArgumentParser) -> None:
 def _add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="cpu, cuda, npu, npu:1 ...; default: MULTILORA_DEVICE, else the best device")
     parser.add_argument("--model-dir", help="Hugging Face directory of the base model; default: the bundled one")
-    parser.add_argument("--store-dir", help="directory of uploaded adapters")
-    parser.add_argument("--dtype", help="auto, float32, bfloat16 or float16")
-    parser.add_argument("--block-size-tokens", help="tokens per KV block")
+    parser.add_argument("--store-dir", help="directory of uploaded adapters; default: as for serve")
+    parser.add_argument("--dtype", help="auto, float32, bfloat16 or float16; default: as for serve")
+    parser.add_argument("--block-size-tokens", help="number of tokens in a KV block; default: as for serve")
     parser.add_argument("--json", action="store_true", help="print JSON, for a bug report, and nothing else")
     deep = parser.add_argument_group("on a new kind of host", "one process for each step, and one report of all")
     text = "also try races, attention, times and settings, within half an hour; takes the device as a server would"
@@ -333,10 +337,13 @@ def _add_keys_file(parser: argparse.ArgumentParser, default: Any) -> None:
 def _add_bench(parser: argparse.ArgumentParser) -> None:
     _add_server(parser)
     parser.add_argument("--model", action="append", help="a model name, may be repeated; default: base and adapters")
-    parser.add_argument("--requests", type=_positive, default=64, help="requests in all; default: %(default)s")
-    parser.add_argument("--concurrency", type=_positive, default=16, help="requests at a time; default: %(default)s")
-    parser.add_argument("--prompt-words", type=_positive, default=32, help="words of a prompt; default: %(default)s")
-    parser.add_argument("--max-tokens", type=_positive, default=64, help="tokens of an answer; default: %(default)s")
+    for flag, default, text in (
+        ("--requests", 64, "number of requests in all"),
+        ("--concurrency", 16, "number of requests at a time"),
+        ("--prompt-words", 32, "number of words of a prompt"),
+        ("--max-tokens", 64, "largest number of tokens of an answer"),
+    ):
+        parser.add_argument(flag, type=_positive, default=default, help=f"{text}; default: %(default)s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write JSON too; -: print it instead of the tables")
 
 
