@@ -75,8 +75,8 @@ def _check_task(services: Services, target: ResolvedModel, request: PooledReques
     wants_one = isinstance(request, PairRequest) or (isinstance(request, PoolingRequest) and request.task == "score")
     if wants_one and len(labels) > 1:
         raise BadRequest(
-            f"The score head of {name!r} has {len(labels)} labels, and a score is that of the only one; send the texts "
-            "to /classify.",
+            f"The score head of {name!r} has {len(labels)} labels, and scores need a head of one; send the texts to "
+            "/classify.",
             param="model",
         )
     if not isinstance(request, PairRequest):

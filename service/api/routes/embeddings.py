@@ -111,8 +111,8 @@ def num_tokens_of(held: Admitted) -> int:
 def _check_dimensions(ready: Ready, body: EmbeddingRequest) -> None:
     if body.dimensions is not None and body.dimensions != ready.hidden_size:
         raise BadRequest(
-            f"`dimensions` is {body.dimensions}, but this model's embeddings have {ready.hidden_size} numbers, none of "
-            "which can be left out; leave it out.",
+            f"`dimensions` is {body.dimensions}, but this model's embeddings have {ready.hidden_size} numbers, all of "
+            "which are sent; leave out `dimensions`.",
             param="dimensions",
         )
 

@@ -11,8 +11,8 @@ from adapters.quota import ClientQuota
 from service.api.errors import QueueFull
 from service.fairness.client_identity import CLIENT
 
-# Least speed of an upload while others want its slot.
-MIN_BYTES_PER_SECOND = 1 << 16
+# Least speed of an upload while others want its slot; one alone may be as slow as `http_rules` lets it.
+CONTENDED_BYTES_PER_SECOND = 1 << 16
 # Over so long a wait for its client; the time in which the server writes or checks what came does not count.
 WINDOW_SECONDS = 30.0
 
@@ -42,7 +42,7 @@ class UploadSlot:
         """So much has come."""
         self._num_bytes += num_bytes
         if self._waited_seconds >= WINDOW_SECONDS:
-            self._was_slow = self._num_bytes < MIN_BYTES_PER_SECOND * self._waited_seconds
+            self._was_slow = self._num_bytes < CONTENDED_BYTES_PER_SECOND * self._waited_seconds
             self._waited_seconds, self._num_bytes = 0.0, 0
 
     def is_slow(self) -> bool:
@@ -50,7 +50,7 @@ class UploadSlot:
         if self._since is None or self._is_revoked:
             return False
         waited = self._waited_seconds + self._clock() - self._since
-        return self._was_slow or (waited >= WINDOW_SECONDS and self._num_bytes < MIN_BYTES_PER_SECOND * waited)
+        return self._was_slow or (waited >= WINDOW_SECONDS and self._num_bytes < CONTENDED_BYTES_PER_SECOND * waited)
 
     def revoke(self) -> None:
         """It may not go on."""
@@ -66,8 +66,8 @@ class UploadSlot:
         """QueueFull if it may not go on."""
         if self._is_revoked:
             raise QueueFull(
-                f"Others wait to upload, and less than {MIN_BYTES_PER_SECOND} bytes a second of this upload have come "
-                f"for {WINDOW_SECONDS:g} seconds; upload again over a faster connection, or fewer at a time.",
+                f"Others wait to upload, and less than {CONTENDED_BYTES_PER_SECOND} bytes a second of this upload have "
+                f"come for {WINDOW_SECONDS:g} seconds; upload again over a faster connection, or fewer at a time.",
                 headers={"Retry-After": "5"},
             )
 
@@ -97,9 +97,8 @@ class UploadSlots:
         if not self._shares.acquire(client, 1):
             self._revoke_one(client)
             raise QueueFull(
-                f"{self.num_open} uploads are on their way, {self._shares.held_by(client)} of them yours; a client "
-                f"gets as many as it leaves free for others, at most {self._shares.most_of_one}; upload again when "
-                "they are done.",
+                f"{self.num_open} uploads are on their way, {self._shares.refusal(client)}; upload again when they are "
+                "done.",
                 headers={"Retry-After": "5"},
             )
         slot = UploadSlot(client, self._clock)

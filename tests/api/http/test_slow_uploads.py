@@ -16,7 +16,7 @@ from adapters.store.store import AdapterStore, StoreLimits, UploadPart
 from service.api.errors import BadRequest, QueueFull
 from service.api.uploads.multipart import in_upload_thread
 from service.api.uploads.receive import receive_upload
-from service.api.uploads.slots import MIN_BYTES_PER_SECOND, WINDOW_SECONDS, UploadSlot, UploadSlots
+from service.api.uploads.slots import CONTENDED_BYTES_PER_SECOND, WINDOW_SECONDS, UploadSlot, UploadSlots
 from service.fairness.client_identity import CLIENT
 from tests.support.adapter_files import config_bytes, small_layout
 from tests.support.limits import LIMIT_SECONDS
@@ -78,7 +78,7 @@ def paid_by(client: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("bytes_per_second", "is_taken_back"), [(1024, True), (MIN_BYTES_PER_SECOND, False)], ids=["slow", "fast"]
+    ("bytes_per_second", "is_taken_back"), [(1024, True), (CONTENDED_BYTES_PER_SECOND, False)], ids=["slow", "fast"]
 )
 def test_a_slow_upload_of_who_has_most_ends_when_another_wants_its_place(
     bytes_per_second: int, is_taken_back: bool
@@ -97,7 +97,7 @@ def test_a_slow_upload_of_who_has_most_ends_when_another_wants_its_place(
         for slot in (*slow, *held):
             opened.enter_context(slot.waiting())
             slot.check()
-        with paid_by("other"), pytest.raises(QueueFull, match="2 of them yours"), slots.holding():
+        with paid_by("other"), pytest.raises(QueueFull, match="of which you have 2;"), slots.holding():
             pass
         for slot in held:
             slot.check()
@@ -106,7 +106,7 @@ def test_a_slow_upload_of_who_has_most_ends_when_another_wants_its_place(
                 slow[0].check()
         for slot in slow[is_taken_back:]:
             slot.check()
-        with paid_by("hog"), pytest.raises(QueueFull, match="4 of them yours"), slots.holding():
+        with paid_by("hog"), pytest.raises(QueueFull, match="of which you have 4;"), slots.holding():
             pass
         for slot in held:  # who has most takes nothing from others
             slot.check()
