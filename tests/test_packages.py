@@ -10,6 +10,7 @@ import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -243,6 +244,21 @@ def test_imports_point_one_way(part: str) -> None:
         and not any(f"{name}.".startswith(f"{one}.") for one in allowed)
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_no_file_imports_itself_through_others() -> None:
+    """Also none that is imported for its types alone: in a circle there is no file that can be read first."""
+    files = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for top in ("service", "kernels", "adapters")
+        for path in (ROOT / top).rglob("*.py")
+    }
+
+    def file_of(name: str) -> str:
+        return name if name in files else name.rpartition(".")[0]
+
+    imported = {name: {file_of(one) for _, one in _imported(path)} & files.keys() for name, path in files.items()}
+    TopologicalSorter({name: found - {name} for name, found in imported.items()}).prepare()
 
 
 def _part(name: str, package: str) -> str | None:

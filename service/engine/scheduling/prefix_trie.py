@@ -15,15 +15,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
 from adapters.sums import parts_of
 from service.engine.sequences.sequence import NEVER, Sequence
-
-if TYPE_CHECKING:
-    from service.engine.scheduling.host_prefixes import HostRows
 
 _TOKEN_BYTES = 4
 Scope = tuple[str, str, tuple[int, ...]]  # tenant, "" where all share; salt; class of the length limit
@@ -44,6 +41,16 @@ class Node:
     children: dict[bytes, Node] = field(default_factory=dict)
     num_users: int = 0
     is_dropped: bool = False
+
+
+class NodeRows(Protocol):
+    """Rows of host memory for nodes, as the host tier has them (`host_prefixes.py`)."""
+
+    row_of: dict[Node, int]
+
+    def rest(self, node: Node) -> None: ...
+    def wake(self, node: Node) -> None: ...
+    def leave(self, node: Node) -> bool: ...
 
 
 @dataclass(slots=True, eq=False, repr=False)  # it would show prompts
@@ -159,7 +166,7 @@ class PrefixTrie:
 
     def __init__(self, drop_state: Callable[[Node], None]) -> None:
         self._drop_state = drop_state
-        self.host: HostRows | None = None
+        self.host: NodeRows | None = None
         self.num_idle = 0  # blocks that no account holds
         self.num_evicted = 0
         self._roots: dict[Scope, Node] = {}

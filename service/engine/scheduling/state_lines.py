@@ -20,14 +20,10 @@ line, always finds one. Cost per step: O(sequences that end a block in it), and 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from service.engine.scheduling.prefix_trie import Node
+from service.engine.scheduling.prefix_trie import Node, NodeRows
 from service.engine.sequences.sequence import Sequence
 from service.engine.sequences.slots import Slots
-
-if TYPE_CHECKING:
-    from service.engine.scheduling.host_prefixes import HostRows
 
 # Blocks that a state must save, to be worth a line and the further step in which its prompt is computed.
 _LEAST_SAVED_BLOCKS = 4
@@ -61,7 +57,7 @@ class StateLines(Slots):
         super().__init__(num_lines)
         self.most_kept = num_lines - num_slots
         self.num_evicted = 0
-        self.host: HostRows | None = None
+        self.host: NodeRows | None = None
         self._on_host: dict[Node, _Kept] = {}  # states that have no line
         self._num_holders: dict[int, int] = {}  # of kept lines
         self._states: dict[str, dict[Node, _Kept]] = {}  # by tenant
