@@ -43,6 +43,8 @@ _MESSAGE_CHOICE = (
 
 
 def _checked_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
+    if "required" in parameters and parameters["required"] is None:  # as Go writes a list that holds nothing
+        parameters = {name: value for name, value in parameters.items() if name != "required"}
     if parameters.get("type", "object") != "object":
         raise value_fault('must be the JSON schema of an object, with `type`: "object"')
     properties = parameters.get("properties", {})
@@ -51,11 +53,15 @@ def _checked_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
     required = parameters.get("required", [])
     if not isinstance(required, list) or not all(isinstance(one, str) for one in required):
         raise value_fault("must be a JSON schema whose `required` is a list of names")
-    level: list[Any] = [parameters]
+    return _bounded_depth(parameters)
+
+
+def _bounded_depth(schema: dict[str, Any]) -> dict[str, Any]:
+    level: list[Any] = [schema]
     for _ in range(MAX_SCHEMA_DEPTH):
         level = [inner for value in level for inner in _inner(value)]
         if not level:
-            return parameters
+            return schema
     raise value_fault(f"may be nested up to {MAX_SCHEMA_DEPTH} levels deep")
 
 
@@ -72,6 +78,9 @@ class FunctionDefinition(Request):
     description: str | None = Field(None, description="what it does, for the model")
     parameters: Parameters | None = Field(None, description="JSON schema of an object; default: no parameters")
     strict: bool | None = Field(None, description="hold the model to the schema wherever it calls this tool")
+    return_: Annotated[dict[str, Any], AfterValidator(_bounded_depth)] | None = Field(
+        None, alias="return", description="what it gives back, for the model, as transformers describes it"
+    )
 
 
 class Tool(Request):
@@ -90,7 +99,8 @@ class Tool(Request):
     def for_template(self) -> dict[str, Any]:
         """Plain data as templates know it, its keys in the order in which transformers writes them."""
         described = {} if self.function.description is None else {"description": self.function.description}
-        function = {"name": self.function.name, **described, "parameters": self.schema_of_arguments}
+        returned = {} if self.function.return_ is None else {"return": self.function.return_}
+        function = {"name": self.function.name, **described, "parameters": self.schema_of_arguments, **returned}
         return {"type": "function", "function": function}
 
 

@@ -26,8 +26,10 @@ NAMED = re.compile(r"""\s*(?:<tool_call>\s*)?<function=\s*["']?(?P<name>[^>\s"']
 # With what follows the name of a call.
 OPENING = re.compile(rf"{NAMED.pattern}(?={PARAMETER}|{END_OF_FUNCTION})")
 _KEY = r"""<parameter=\s*["']?(?P<key>[^>\n]+?)["']?\s*>"""
-PARAMETER_HEAD = re.compile(rf"\s*{_KEY}")
-CLOSING = re.compile(r"\s*</function>\s*")
+# Between parameters, where a mark may stand twice.
+_BETWEEN = rf"(?:\s|{END_OF_PARAMETER}|>)*+"
+PARAMETER_HEAD = re.compile(rf"{_BETWEEN}{_KEY}")
+CLOSING = re.compile(rf"{_BETWEEN}</function>\s*")
 # Words that models write for null, true and false.
 _WORDS = {"null": "null", "none": "null", "true": "true", "false": "false"}
 

@@ -141,6 +141,8 @@ MENDED: list[tuple[str, str, list[Said]]] = [
     ("qwen3_coder", "<tool_call>\n" + xml("add", a="1", b="2"), [ADD]),
     ("qwen3_coder", xml("add", a="1", b="2").replace("=add", '="add"').replace("=a>", "='a'>"), [ADD]),
     ("qwen3_coder", xml("add", a="1", b="2").replace("\n</parameter>", "", 1), [ADD]),
+    ("qwen3_coder", xml("add", a="1", b="2").replace("</parameter>", "</parameter>\n</parameter>"), [ADD]),
+    ("qwen3_coder", xml("add", a="1", b="2").replace("</parameter>", "</parameter>>"), [ADD]),
     ("qwen3_coder", xml("typed", text="x", any="y").replace("\n</parameter>", "", 1),
      [Call("typed", '{"text": "x", "any": "y"}')]),
     ("qwen3_coder", xml("typed", text="x\n<parameter=text>\n<parameter=a b>", any="y"),

@@ -9,6 +9,7 @@ from typing import Any
 
 import openai
 import pytest
+from transformers.utils import get_json_schema
 
 from service.text.calls.formats import FORMATS
 from tests.api.conftest import BASE, Checkpoints
@@ -197,6 +198,24 @@ def test_without_tools_or_with_none_nothing_is_looked_for(spoken: tuple[str, Scr
     server.says("<s>" + CALLS[name])
     assert "<s>" not in ask(server).message.content
     assert "<s>" in ask(server, extra_body={"skip_special_tokens": False}).message.content
+
+
+def test_a_template_sees_what_transformers_says_of_a_function(spoken: tuple[str, ScriptedServer]) -> None:
+    def rounded(number: float) -> int:
+        """Round it.
+
+        Args:
+            number: What is rounded.
+
+        Returns:
+            The nearest integer.
+        """
+        return round(number)
+
+    _, server = spoken
+    server.says("So.")
+    ask(server, tools=[get_json_schema(rounded)])
+    assert "The nearest integer." in server.engine.last_prompt
 
 
 def test_each_choice_has_its_own_calls(spoken: tuple[str, ScriptedServer]) -> None:

@@ -130,6 +130,7 @@ GOOD: list[dict[str, Any]] = [
      "tool_choice": "none"},
     {"tools": [{**tool("ns.get-weather_2"), "cache_control": {}}], "tool_choice": "none"},
     {"tools": [tool(parameters=nested(20))], "tool_choice": "none"},
+    {"tools": [tool(parameters={"type": "object", "properties": {}, "required": None})], "tool_choice": "none"},
 ]  # fmt: skip
 
 
