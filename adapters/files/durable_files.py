@@ -87,7 +87,12 @@ def whole_directory(target: Path, *, may_replace: bool = False) -> Iterator[Path
             if not may_replace:
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target))
             target.rename(around / "old")
-        new.rename(target)
+        try:
+            new.rename(target)
+        except OSError as error:
+            if error.errno == errno.ENOTEMPTY:  # another process was first
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target)) from error
+            raise
     finally:
         shutil.rmtree(around, ignore_errors=True)
     sync_renamed(target.parent)
@@ -118,9 +123,9 @@ def sync_renamed(path: Path) -> None:
 
 
 def sync_files(path: Path) -> None:
-    """Sync a directory and the plain files in it."""
+    """Sync a directory and the plain files in it, not those that links lead to."""
     for file in path.iterdir():
-        if file.is_file():
+        if file.is_file() and not file.is_symlink():
             with file.open("rb") as opened:
                 os.fsync(opened.fileno())
     sync_directory(path)

@@ -9,9 +9,9 @@ import hashlib
 import json
 from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
+from adapters.files.durable_files import whole_directory
 from service.models.families import PRE_TOKENIZERS, config_of_gguf
 from service.models.gguf_file import LINK, GgufFile, read_gguf
 from service.models.spec.config_json import ModelError
@@ -40,17 +40,12 @@ def model_directory(path: Path, root: Path) -> Path:
     directory = root / hashlib.sha256(source.encode()).hexdigest()[:16] / path.stem
     if directory.is_dir():
         return directory
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=directory.parent, ignore_cleanup_errors=True) as folder:
-        written = Path(folder) / path.stem
-        written.mkdir()
+    with suppress(FileExistsError), whole_directory(directory) as written:  # another process may be first
         for name, content in texts.items():
             (written / name).write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
         if isinstance(template, str):
             (written / "chat_template.jinja").write_text(template, encoding="utf-8")
         (written / LINK).symlink_to(path.resolve())
-        with suppress(OSError):  # another process was first
-            written.rename(directory)
     return directory
 
 
