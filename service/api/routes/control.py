@@ -12,7 +12,7 @@ from service.api.access.auth import caller_of
 from service.api.errors import BadRequest, NotReady
 from service.api.http.json_body import JsonRoute
 from service.api.openapi import errors
-from service.api.schema.base import each_once, no_query
+from service.api.schema.base import each_once, no_body, no_query
 from service.api.schema.control import (
     AbortRequestRequest,
     AbortRequestsRequest,
@@ -44,7 +44,7 @@ router = APIRouter(tags=["control"], route_class=JsonRoute)
 _ERRORS = errors((400, 401, 403, 413, 503))
 
 
-@router.post("/pause", dependencies=[each_once], responses=_ERRORS, summary="Stop the engine between two steps")
+@router.post("/pause", dependencies=[each_once, no_body], responses=_ERRORS, summary="Stop the engine between steps")
 async def pause(request: Request, query: Annotated[PauseQuery, Query()]) -> PauseResponse:
     """vLLM's: answers once no step runs, and with `wait` no request from before. Requests that come meanwhile wait;
     everything that needs no step is served. The pause ends by /resume, or after --pause-limit-seconds."""
@@ -81,7 +81,7 @@ async def continue_generation(request: Request) -> GenerationStateResponse:
     return GenerationStateResponse(message="Generation continued successfully.", status="ok")
 
 
-@router.post("/sleep", dependencies=[each_once], responses=_ERRORS, summary="Give the devices' memory back")
+@router.post("/sleep", dependencies=[each_once, no_body], responses=_ERRORS, summary="Give the devices' memory back")
 async def sleep(request: Request, query: Annotated[SleepQuery, Query()]) -> IsSleepingResponse:
     """vLLM's: until /wake_up the devices' memory is free. At level 1 weights and adapters wait in host memory, at level
     2 the engines end and read them again. What runs is paused first. Meanwhile requests get 503, and uploads, listings
@@ -98,7 +98,7 @@ async def sleep(request: Request, query: Annotated[SleepQuery, Query()]) -> IsSl
     return IsSleepingResponse(is_sleeping=True)
 
 
-@router.post("/wake_up", responses=_ERRORS, summary="Start the engine again")
+@router.post("/wake_up", dependencies=[no_body], responses=_ERRORS, summary="Start the engine again")
 async def wake_up(request: Request, query: Annotated[WakeUpQuery, Query()]) -> IsSleepingResponse:
     """vLLM's: answers once the engine is ready. Without a sleep nothing changes."""
     services = services_of(request)

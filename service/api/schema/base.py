@@ -138,6 +138,15 @@ def _refuse_repeats(request: fastapi.Request) -> None:
 each_once = fastapi.Depends(_refuse_repeats)
 
 
+async def _refuse_fields(request: fastapi.Request) -> None:
+    if (await request.body()).strip() not in (b"", b"{}", b"null"):
+        raise BadRequest("This request has no body: send its parameters in the query, as in /pause?mode=keep.")
+
+
+# For routes with parameters in the query alone, whose names a body would have too.
+no_body = fastapi.Depends(_refuse_fields)
+
+
 Weight = Annotated[float, Field(ge=-MAX_WEIGHT, le=MAX_WEIGHT)]
 
 

@@ -383,6 +383,17 @@ def test_a_wrong_sleep_is_a_bad_request(controlled: Controlled, path: str) -> No
     assert controlled.call("GET", "/is_sleeping").json() == {"is_sleeping": False}
 
 
+@pytest.mark.parametrize(
+    ("path", "body"), [("/pause", {"mode": "keep"}), ("/sleep", {"level": 2}), ("/wake_up", {"tags": ["weights"]})]
+)
+def test_parameters_in_a_body_are_not_dropped(controlled: Controlled, path: str, body: dict[str, Any]) -> None:
+    answer = controlled.call("POST", path, json=body)
+    assert (answer.status_code, "in the query" in answer.text) == (400, True)
+    assert not controlled.is_paused
+    assert controlled.call("GET", "/is_sleeping").json() == {"is_sleeping": False}
+    controlled.call("POST", "/wake_up", json={}).raise_for_status()
+
+
 @pytest.mark.wide
 def test_replicas_sleep_behind_what_runs_and_end_asleep(
     checkpoints: Checkpoints, tmp_path: Path, clients: ThreadPoolExecutor
