@@ -63,7 +63,9 @@ class ResultBlock(HistoryPart):
 
     type: Literal["text", "tool_reference"]
     text: str | None = None
-    tool_name: str | None = Field(None, description="of a `tool_reference`: the deferred tool that is told from now on")
+    tool_name: str | None = Field(
+        None, description="of a `tool_reference`: the deferred tool that the model sees from now on"
+    )
 
     @model_validator(mode="after")
     def _check_type(self) -> ResultBlock:
@@ -94,8 +96,8 @@ class ContentBlock(HistoryPart):
     input: dict[str, Any] | None = Field(None, description="the arguments of a `tool_use`")
     tool_use_id: str | None = None
     content: str | Annotated[list[ResultBlock], FIRST] | None = Field(None, description="the result of a tool")
-    is_error: bool | None = Field(None, description="whether the tool failed, which the model is told")
-    tool: ToolReference | None = Field(None, description="which tool the model is told of, or no more")
+    is_error: bool | None = Field(None, description="whether the tool failed; the model sees it")
+    tool: ToolReference | None = Field(None, description="the tool that the model sees from now on, or no longer")
 
     @model_validator(mode="wrap")
     @classmethod

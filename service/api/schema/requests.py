@@ -134,8 +134,8 @@ class Decoding(SamplingParameters):
     )
     disable_additional_properties: bool | None = Field(
         None,
-        description="whether objects of a JSON schema that names properties and does not say `additionalProperties` "
-        "take no others, wherever the schema stands; default: the server's setting, which is true",
+        description="true: objects of a JSON schema with `properties` and without `additionalProperties` take no "
+        "others, wherever the schema stands; default: the server's setting, true",
     )
     guided_json: JsonSchema | None = Field(None, description="as `structured_outputs.json`")
     guided_regex: str | None = Field(None, description="as `structured_outputs.regex`")
@@ -251,8 +251,7 @@ class TemplateFields(Request):
     reasoning_effort: str | None = Field(None, description=_REASONING_EFFORT)
     enable_thinking: bool | None = Field(
         None,
-        description="whether to think first, for chat templates that take it; false for those too that do not speak of "
-        "thinking",
+        description="whether to think first, for chat templates that take it; false for templates without thoughts too",
     )
     add_generation_prompt: bool | None = Field(None, description="true by default")
     continue_final_message: bool | None = Field(

@@ -251,7 +251,7 @@ class MessageTool(Request):
     description: str | None = Field(None, description="what it does, for the model")
     input_schema: Parameters = Field(description="JSON schema of an object")
     strict: bool | None = Field(None, description="hold the model to the schema wherever it calls this tool")
-    defer_loading: bool | None = Field(None, description="true: not told to the model until a message names it")
+    defer_loading: bool | None = Field(None, description="true: the model sees it once a message names it")
     input_examples: Annotated[list[Any], FIRST] | None = Field(None, description="left out")
 
     @model_validator(mode="before")
