@@ -118,7 +118,9 @@ class Engine:
         self.adapter_loads = AdapterLoads(
             rows, host, loader, max_loads_ahead=config.max_loads_ahead, wake=self.wake.set
         )
-        self.blocks = BlockPool(capacity.num_blocks)
+        # Blocks that are evicted together are not all in host memory yet.
+        makes_runs = capacity.device.type == "cpu" and runner.host_copies is None
+        self.blocks = BlockPool(capacity.num_blocks, makes_runs=makes_runs)
         self.slots, self.lines = Slots(capacity.num_slots), StateLines(capacity.num_lines, capacity.num_slots)
         self.cache = PrefixCache(
             self.blocks,

@@ -9,7 +9,9 @@ blocks count as free, and are evicted when no others are left. Blocks end with t
 Blocks of one sequence are contiguous whenever there is room, so that a CPU attention can read keys and values as one
 view instead of gathering: opening an account *claims* a run as long as the sequence may ever become. A claim is only a
 wish: claimed blocks count as free, and are taken from the end of the longest claim when nothing else is left. Where
-idle blocks are evicted for a sequence it claims a few more, so that it need not gather them one by one.
+idle blocks are evicted for a sequence it claims a few more, so that it need not gather them one by one; and where runs
+matter, enough are evicted before it begins that its present tokens have a run. Without that, sequences in a cache full
+of idle blocks end in dozens of runs, each made of the remains of others.
 
 Cost per step: nothing for a sequence that stays within its last block; O(number of runs) for one that needs another.
 """
@@ -53,10 +55,11 @@ class _Account:
 
 
 class BlockPool:
-    """Blocks 1 .. num_blocks - 1; see the module's docstring."""
+    """Blocks 1 .. num_blocks - 1; see the module's docstring. makes_runs: evict idle blocks for runs, too."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, *, makes_runs: bool = False) -> None:
         assert num_blocks >= 2, "the null block and one more"
+        self._makes_runs = makes_runs
         self.num_blocks = num_blocks
         self._runs: list[tuple[int, int]] = [(1, num_blocks)]  # free and unclaimed, half-open, sorted, never adjacent
         self._accounts: dict[int, _Account] = {}
@@ -94,16 +97,22 @@ class BlockPool:
         """Those of kept blocks that count as free now, and will not when they are held."""
         return sum(not self._num_holders[block] for block in blocks)
 
-    def open(self, key: int, expected: int, shared: Sequence[int] = ()) -> None:
+    def open(self, key: int, expected: int, shared: Sequence[int] = (), *, present: int = 0, beside: int = 0) -> None:
         """Open an account for a sequence that will need up to `expected` blocks. Takes no free block yet.
 
-        shared  held or idle blocks that it begins with, in its order
+        shared   held or idle blocks that it begins with, in its order
+        present  blocks that it needs for what it has now
+        beside   such a block that it holds, too, instead of its own one behind these; 0: none
         """
         assert key not in self._accounts, f"account {key} is open already"
         account = _Account([*shared], view=tuple(shared))
+        self._accounts[key] = account
         for block in shared:
             self._hold(block)
-        self._accounts[key] = account
+        if beside:
+            self.hold_beside(key, len(shared), beside)
+        if self._makes_runs:
+            self._make_run(present - len(shared), expected - len(shared))
         self._claim(account, expected - len(shared))
 
     def hold_beside(self, key: int, index: int, block: int) -> None:
@@ -204,6 +213,23 @@ class BlockPool:
         account.claim_start, account.claim_end = start, min(end, start + wanted)
         self._shrink_run(run, account.claim_end)
 
+    def _make_run(self, present: int, expected: int) -> None:
+        """Evict idle blocks until `present` free ones and a few more, of those expected, follow each other. Blocks of a
+        former sequence mostly do; after twice as many the others stay where they are."""
+        wanted = min(expected, present + self._num_ahead())
+        left = 2 * wanted
+        while self._idle is not None and self._idle.num_idle and left > 0:
+            missing = wanted - max((end - start for start, end in self._runs), default=0)
+            if missing <= 0:
+                return
+            evicted = self._idle.evict(min(left, max(missing, wanted // 8)))
+            self.take_back(evicted)
+            left -= len(evicted)
+
+    def _num_ahead(self) -> int:
+        """Blocks that are evicted beyond those that are needed."""
+        return 0 if self._idle is None else min(_RUN_BLOCKS, self._idle.num_idle // _RUN_BLOCKS)
+
     def _take_elsewhere(self, account: _Account, total: int) -> None:
         """The account's own claim is used up: take from a free run, else from the end of the longest claim, else evict
         idle blocks."""
@@ -224,7 +250,7 @@ class BlockPool:
             start, end = victim.claim_end, victim.claim_end + num
         else:
             assert self._idle is not None, "the free count promised a block"
-            evicted = self._idle.evict(max(need, min(_RUN_BLOCKS, self._idle.num_idle // _RUN_BLOCKS)))
+            evicted = self._idle.evict(max(need, self._num_ahead()))
             assert evicted, "the free count promised a block"
             self.take_back(evicted)
             run = self._pick_run(need)

@@ -178,9 +178,9 @@ class PrefixCache:
             found = self.find(sequence)
         if found.source and self._blocks.num_idle_in(found.held) >= self._blocks.num_free:
             found = self.find(sequence, may_copy=False)
-        self._blocks.open(sequence.key, expected, found.blocks)
+        present = -(-min(sequence.num_tokens + 1, sequence.max_total) // self._block_size)
+        self._blocks.open(sequence.key, expected, found.blocks, present=present, beside=found.source)
         if found.source:
-            self._blocks.hold_beside(sequence.key, len(found.blocks), found.source)
             is_there = self._blocks.extend(sequence.key, len(found.blocks) + 1)
             assert is_there, "no block for the copy"
         sequence.num_computed, sequence.copied_block = found.num_tokens, found.source

@@ -247,6 +247,26 @@ def test_what_was_used_last_stays_and_ends_go_first() -> None:
     assert mock.engine.cache.trie.num_evicted
 
 
+def test_sequences_have_their_blocks_in_a_row_when_the_cache_is_full_of_idle_ones() -> None:
+    """An attention of a CPU reads them as one view then."""
+    mock = cached_engine(num_blocks=400, max_sequences=8, token_budget=64)
+    rng = random.Random(0)
+    num_runs: list[int] = []
+    release = mock.engine.blocks.release
+
+    def noted(key: int) -> None:
+        num_runs.append(1 + sum(b != a + 1 for a, b in itertools.pairwise(mock.engine.blocks.blocks(key))))
+        release(key)
+
+    mock.engine.blocks.release = noted  # type: ignore[method-assign]
+    for i in range(160):
+        mock.submit(f"r{i}", tuple(rng.choices(range(90), k=rng.randint(50, 90))), max_tokens=rng.randint(8, 24))
+        if i % 8 == 7:
+            mock.settle()
+    assert mock.engine.cache.trie.num_evicted > 1000
+    assert sum(num_runs[80:]) < 1.2 * 80
+
+
 def test_a_flood_does_not_empty_another_tenants_cache() -> None:
     mock = cached_engine(num_blocks=61, max_sequences=2)
     run(mock, "mine", PROMPT, tenant="small")
