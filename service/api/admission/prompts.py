@@ -168,8 +168,8 @@ def check_fits(
             param=field if num_prompt >= limit else _limit_field(request),
         )
     # After the length: this walks through all of them.
-    too_high = next((token_id for token_id in token_ids if token_id >= ready.vocab_size), None)
-    if too_high is not None:
+    if max(token_ids) >= ready.vocab_size:
+        too_high = next(token_id for token_id in token_ids if token_id >= ready.vocab_size)
         raise out_of_vocabulary(field, too_high, ready.vocab_size)
 
 

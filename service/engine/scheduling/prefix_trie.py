@@ -12,12 +12,11 @@ Each tenant has a queue of its own, and the largest gives when blocks are wanted
 
 from __future__ import annotations
 
+import struct
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
-
-import numpy as np
 
 from adapters.sums import parts_of
 from service.engine.sequences.sequence import NEVER, Sequence
@@ -116,7 +115,8 @@ class Way:
             yield num, self._key(start, tokens[: num * _TOKEN_BYTES])
 
     def _tokens(self, start: int, end: int) -> bytes:
-        return np.array(self.sequence.token_ids[start:end], np.int32).tobytes()
+        tokens = self.sequence.token_ids[start:end]
+        return struct.pack(f"<{len(tokens)}i", *tokens)
 
     def _key(self, start: int, tokens: bytes) -> bytes:
         """int32 tokens, -1 up to a block's size, and where the adapter has begun its first token in the block, int32,
