@@ -11,6 +11,7 @@ from typing import IO, NamedTuple
 
 from adapters.errors import Malformed, Unsupported
 from adapters.files.durable_files import store_faults_are_ours
+from adapters.files.git_lfs import is_lfs_pointer
 from adapters.files.memory_files import MemoryFiles
 from adapters.files.paths import CONFIG_FILE, TENSOR_FILE
 from adapters.files.safetensors_header import join_shards, parse_json_object, printable
@@ -29,7 +30,6 @@ from adapters.upload.archives import adapter_folders, unpack
 from adapters.upload.staging_bytes import Budget, HeldBytes, StoreLimits, UploadPart
 
 COPY_BYTES = 1 << 18
-_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 # Transformers' trainer calls its checkpoints so. What their configurations say matters if they are the adapter.
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
 
@@ -299,12 +299,11 @@ def _with_expert_order(text: bytes, order: str) -> bytes:
 
 def _refuse_lfs_pointer(path: Path, what: str) -> None:
     """Raises Malformed for what `git clone` leaves where Git LFS is not installed."""
-    with path.open("rb") as file:
-        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
-            raise Malformed(
-                f"The file for the {printable(what[:200]).replace('_', ' ')} is a Git LFS pointer and not the file: "
-                "run `git lfs pull` where it was cloned, or `hf download`, and upload what that brings."
-            )
+    if is_lfs_pointer(path):
+        raise Malformed(
+            f"The file for the {printable(what[:200]).replace('_', ' ')} is a Git LFS pointer and not the file: "
+            "run `git lfs pull` where it was cloned, or `hf download`, and upload what that brings."
+        )
 
 
 def _open_plain(entry: Path, allowed: Sequence[Path]) -> IO[bytes]:

@@ -75,6 +75,17 @@ def test_a_directory_without_a_config_is_refused(model_dir: Path) -> None:
     assert "no config.json" in sentence(model_dir)
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json", "generation_config.json"])
+def test_a_git_lfs_pointer_is_told_as_one(model_dir: Path, name: str) -> None:
+    (model_dir / name).write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 9\n")
+    assert f"{name} is a Git LFS pointer and not the file: run `git lfs pull`" in sentence(model_dir)
+
+
+def test_a_git_lfs_pointer_that_nobody_reads_may_stay(model_dir: Path) -> None:
+    (model_dir / "pytorch_model.bin").write_text("version https://git-lfs.github.com/spec/v1\n")
+    load_model(model_dir)
+
+
 def test_a_broken_config_is_refused(model_dir: Path) -> None:
     (model_dir / "config.json").write_text("{")
     assert "config.json cannot be read" in sentence(model_dir)

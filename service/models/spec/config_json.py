@@ -11,12 +11,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from adapters.files.git_lfs import is_lfs_pointer
+
 
 class ModelError(ValueError):
     """The base model cannot be served; the message is one sentence that names what is wrong with it."""
 
 
 Config = Mapping[str, Any]
+# Files of a checkpoint that are read; others may be left unfetched.
+_USED = ("*config.json", "tokenizer.json", "chat_template*", "model*.safetensors*", "*.gguf")
 
 # Types of the fields that readers calculate with as they stand; null is their default, and other fields are checked
 # where they are read.
@@ -51,7 +55,9 @@ _NUMBERS = (
 
 def read_config(model_dir: Path) -> dict[str, Any]:
     """config.json of a checkpoint; end-of-sequence ids that only generation_config.json names are merged in, and the
-    kinds of tensors that msmodelslim's description has, and the first bias of a norm in it."""
+    kinds of tensors that msmodelslim's description has, and the first bias of a norm in it. Raises ModelError, also for
+    files of the checkpoint that are Git LFS pointers."""
+    _refuse_lfs_pointers(model_dir)
     config = _read_json(model_dir / "config.json")
     described = sorted(model_dir.glob("quant_model_description*.json"))
     if described and not config.get("quantization_config"):
@@ -198,6 +204,14 @@ def _token_ids(config: Config, key: str) -> tuple[int, ...]:
     value = config.get(key)
     values = value if isinstance(value, list) else [value]
     return tuple(token_id for token_id in values if isinstance(token_id, int) and not isinstance(token_id, bool))
+
+
+def _refuse_lfs_pointers(model_dir: Path) -> None:
+    for path in sorted(path for pattern in _USED for path in model_dir.glob(pattern) if path.is_file()):
+        if is_lfs_pointer(path):
+            raise ModelError(
+                f"{path} is a Git LFS pointer and not the file: run `git lfs pull` in {model_dir}, or `hf download`"
+            )
 
 
 def _read_json(path: Path) -> dict[str, Any]:
