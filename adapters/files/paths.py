@@ -47,8 +47,8 @@ DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def is_name(name: str, owner: str = "") -> bool:
-    """Whether `name` is a valid stored name of this owner, see `join`. An older store may hold a name that is RESERVED
-    now."""
+    """Whether `name` is a valid stored name of this owner, see `join`. RESERVED names are refused where they are
+    given."""
     found, rest = separate(name)
     return (
         found == owner

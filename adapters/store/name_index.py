@@ -209,9 +209,7 @@ class QuotaUsage:
         self._size_of = size_of
         self._lock = threading.Lock()
         self._num_names = 0
-        # By their folded form; a store may hold twins that are older than the rule about them.
-        self._names: dict[str, str] = {}
-        self._twins: dict[str, tuple[str, ...]] = {}
+        self._names: dict[str, tuple[str, ...]] = {}  # by their folded form; those without an owner may be twins
         self._num_uses: Counter[str] = Counter()  # names that keep a digest
         self._sizes: dict[str, int] = {}  # of digests that are counted
         self._uncounted: set[str] = set()
@@ -239,9 +237,8 @@ class QuotaUsage:
 
     def refuse_twin(self, name: str) -> None:
         """Conflict if another name differs from `name` in case alone, or in its Unicode form."""
-        form = folded(name)
         with self._lock:
-            others = self._twins.get(form) or ((self._names[form],) if form in self._names else ())
+            others = self._names.get(folded(name), ())
         twin = next((one for one in others if one != name), None)
         if twin is not None:
             raise Conflict(
@@ -275,13 +272,9 @@ class QuotaUsage:
         """Under the lock: add or remove a name."""
         self._num_names += 1 if is_there else -1
         form = folded(name)
-        known = self._twins.pop(form, None) or ((self._names[form],) if form in self._names else ())
-        names = (*known, name) if is_there else tuple(one for one in known if one != name)
-        self._names.pop(form, None)
-        if names:
-            self._names[form] = names[0]
-        if len(names) > 1:
-            self._twins[form] = names
+        others = tuple(one for one in self._names.pop(form, ()) if one != name)
+        if names := (*others, name) if is_there else others:
+            self._names[form] = names
 
     def _bytes(self, before: set[str], after: set[str]) -> tuple[int, int]:
         """Bytes of all contents, each counted once: now, and with a name's digests `before` replaced by `after`."""

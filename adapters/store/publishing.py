@@ -245,7 +245,7 @@ class Publishing:
         return [one for one in unused if self.changes.remove_if_unused(one)]
 
     def _refuse_for_owner(self, name: str, before: NameRecord | None, after: NameRecord, quota: Quota) -> None:
-        """Raises Conflict, QuotaExceeded. Names without an owner may be older than the rule about twins."""
+        """Raises Conflict, QuotaExceeded. Names without an owner may be twins."""
         if not after.owner and quota == Quota():
             return
         owned = self._catalog.owned(after.owner)
