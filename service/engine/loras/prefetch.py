@@ -72,7 +72,7 @@ class AdapterLoads:
         self._hints: dict[str, None] = {}  # not begun yet, in the order of their arrival
         self._hinted: str | None = None  # being read ahead of any request
         self._pins = OperatorPins(self.residency, self._users)
-        self._is_short_of_places = False  # a request that could run was left unread in this step
+        self._is_short_of_loads = False  # a request that could run was left unread in this step
         self._failures: dict[str, Failure] = {}
 
     @property
@@ -110,7 +110,7 @@ class AdapterLoads:
                 self._check_size(digest, wanted)
                 return tier
             tier = "disk"
-        if residency.state_of(digest) is AdapterState.ABSENT and (tier == "host" or self._num_places(None) > 1):
+        if residency.state_of(digest) is AdapterState.ABSENT and (tier == "host" or self._num_loads_left(None) > 1):
             self._read(digest, wanted)
         return tier
 
@@ -162,7 +162,7 @@ class AdapterLoads:
         if residency is None or not wanted:
             return
         self._pins.yield_to_some(wanted)
-        places = self._num_places(first)
+        loads_left = self._num_loads_left(first)
         useful, others, spare = [], [], []
         for digest, could_join in wanted.items():
             is_useful = digest == first or could_join
@@ -179,15 +179,15 @@ class AdapterLoads:
                     others.append(digest)
         for digest in useful:
             if digest != first:
-                while places <= 0 and spare:
+                while loads_left <= 0 and spare:
                     residency.release(spare.pop())
-                    places += 1
-                if places <= 0:
-                    self._is_short_of_places = True
+                    loads_left += 1
+                if loads_left <= 0:
+                    self._is_short_of_loads = True
                     continue
-                places -= 1
+                loads_left -= 1
             self._read(digest, self._users[digest])
-        for digest in others[: max(places, 0)]:
+        for digest in others[: max(loads_left, 0)]:
             self._read(digest, self._users[digest])
 
     def bring(self, digest: str) -> bool:
@@ -261,7 +261,7 @@ class AdapterLoads:
 
     def follow_hints(self) -> None:
         """Start reading the next hinted adapter, unless one is being read. Called after `prefetch`."""
-        is_short, self._is_short_of_places = self._is_short_of_places, False
+        is_short, self._is_short_of_loads = self._is_short_of_loads, False
         residency = self.residency
         if residency is None:
             return
@@ -302,7 +302,7 @@ class AdapterLoads:
 
     # ---- inner parts
 
-    def _num_places(self, first: str | None) -> int:
+    def _num_loads_left(self, first: str | None) -> int:
         """Adapters that may be read for requests beside those that are, or that wait in memory beside the tier."""
         residency = self.residency
         assert residency is not None

@@ -74,7 +74,7 @@ class TenantFlows:
     num_tokens: int = 0  # of the present step
     is_owed: bool = False
 
-    def places_for_weight(self, num_more: int = 0) -> float:
+    def slots_per_weight(self, num_more: int = 0) -> float:
         """Running requests, and so many more, in units of its weight; none for the one that it is owed."""
         num_running = self.num_running + num_more
         return 0.0 if self.is_owed and num_running == 1 else num_running / self.weight
@@ -213,7 +213,7 @@ class FairQueue:
         for index, of_tenant in enumerate(by_tenant(flows)):
             tenant, oldest = of_tenant[0][3].tenant, min(key for _, _, key, _ in of_tenant)
             heapq.heapify(of_tenant)
-            tenants.append((tenant.places_for_weight(1), -tenant.deficit, oldest, index, tenant, of_tenant))
+            tenants.append((tenant.slots_per_weight(1), -tenant.deficit, oldest, index, tenant, of_tenant))
         heapq.heapify(tenants)
         while tenants:
             turn, deficit, oldest, index, tenant, of_tenant = tenants[0]
@@ -236,17 +236,17 @@ class FairQueue:
         for of_tenant in by_tenant(flows):
             tenant = of_tenant[0][3].tenant
             for index, (_, _, oldest, flow) in enumerate(sorted(of_tenant)):
-                turns.append((tenant.places_for_weight(1 + index), -tenant.deficit, oldest, flow))
+                turns.append((tenant.slots_per_weight(1 + index), -tenant.deficit, oldest, flow))
         return [flow for _, _, _, flow in sorted(turns)]
 
     def has_excess(self) -> bool:
         """Whether any running request could be among the `exceeding` of one that waits."""
         most, fewest = 0.0, math.inf
         for tenant in self._tenants.values():
-            most = max(most, tenant.places_for_weight())
+            most = max(most, tenant.slots_per_weight())
             wanting = [len(flow.running) for flow in tenant.flows.values() if flow.waiting]
             if wanting:
-                fewest = min(fewest, tenant.places_for_weight(1))
+                fewest = min(fewest, tenant.slots_per_weight(1))
                 if max(len(flow.running) for flow in tenant.flows.values()) > min(wanting) + 1:
                     return True
         return most > fewest
@@ -261,8 +261,8 @@ class FairQueue:
         while True:
             yielding = None
             others = [one for one in self._tenants.values() if one is not tenant]
-            most = max(others, key=lambda one: one.places_for_weight(-gone[id(one)]), default=None)
-            if most is not None and most.places_for_weight(-gone[id(most)]) > tenant.places_for_weight(1):
+            most = max(others, key=lambda one: one.slots_per_weight(-gone[id(one)]), default=None)
+            if most is not None and most.slots_per_weight(-gone[id(most)]) > tenant.slots_per_weight(1):
                 yielding = _largest(most, gone)
             else:
                 own = _largest(tenant, gone)
@@ -278,7 +278,7 @@ class FairQueue:
         """The running request that yields when blocks run out. There must be one."""
         tenant = max(
             (one for one in self._tenants.values() if one.num_running),
-            key=lambda one: (one.places_for_weight(), max(f.running[-1].key for f in one.flows.values() if f.running)),
+            key=lambda one: (one.slots_per_weight(), max(f.running[-1].key for f in one.flows.values() if f.running)),
         )
         flow = max(
             (one for one in tenant.flows.values() if one.running),
@@ -327,21 +327,21 @@ class FairQueue:
             # While tenants run nothing, the one that has waited for longest has most.
             tenant.deficit = self._bounded(deficit) if tenant.num_running else max(deficit, -self._max_deficit_tokens)
             tenant.num_tokens = 0
-        self._owe_places()
+        self._owe_slots()
 
-    def _owe_places(self) -> None:
+    def _owe_slots(self) -> None:
         """Mark the tenants that are owed a slot from now on, the largest deficits first."""
         apart = [one for one in self._tenants.values() if one.is_owed or not one.num_running]
         if not apart or len(apart) == len(self._tenants):
             return
         tenants = self._tenants.values()
-        fewest = min(one.places_for_weight() for one in tenants if one.num_running)
+        fewest = min(one.slots_per_weight() for one in tenants if one.num_running)
         due = sum(one.weight for one in apart) / sum(one.weight for one in tenants)
         num_more = int(max(1.0, due * sum(one.num_running for one in tenants))) - sum(one.is_owed for one in apart)
         for tenant in sorted(apart, key=lambda one: -one.deficit):
             if num_more <= 0:
                 return
-            if tenant.is_owed or fewest >= tenant.places_for_weight(1):
+            if tenant.is_owed or fewest >= tenant.slots_per_weight(1):
                 continue
             shortest = min(flow.waiting[0].max_total for flow in tenant.flows.values())
             if tenant.deficit >= min(shortest, self._max_deficit_tokens):
