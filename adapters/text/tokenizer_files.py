@@ -15,6 +15,7 @@ from adapters.text.vocabulary import (
     FILE_OF,
     BaseText,
     changed_flags,
+    file_that_names,
     left_out_tokens,
     listed_tokens,
     merged_config,
@@ -84,7 +85,7 @@ def read_text(
     ]
     known = base or BaseText(lambda _text: None)
     changed = _changed_tokens(config, tokens_map, frozenset(left_out), sources, known.special_tokens)
-    ends = _end_tokens(merged_config(config, tokens_map).get("eos_token"), parsed, known, vocab_size, notes)
+    ends = _end_tokens(parsed, known, vocab_size, notes)
     behind = {
         one.token_id
         for one in map(listed.__getitem__, left_out)
@@ -194,21 +195,19 @@ def _utf8(data: bytes, file: str) -> str:
 
 
 def _end_tokens(
-    written: Any,
     parsed: Mapping[Role, dict[str, Any]],
     base: BaseText,
     vocab_size: int | None,
     notes: list[str],
 ) -> tuple[int, ...]:
-    """Ids that end the adapter's answers and not the base's; notes name them.
-
-    written  `eos_token` of tokenizer_config.json
-    """
+    """Ids that end the adapter's answers and not the base's; notes name them."""
     found: dict[int, str] = {}
+    config, tokens_map = parsed.get("tokenizer_config", {}), parsed.get("special_tokens_map", {})
+    written = merged_config(config, tokens_map).get("eos_token")
     for text in filter(None, map(token_content, written if isinstance(written, list) else [written])):
         token_id = base.token_id(text)
         if token_id is not None:
-            found.setdefault(token_id, "eos_token of tokenizer_config.json")
+            found.setdefault(token_id, f"eos_token of {file_that_names('eos_token', config, tokens_map)}")
     generation = parsed.get("generation_config", {})
     given = generation.get("eos_token_id")
     for one in given if isinstance(given, list) else [] if given is None else [given]:

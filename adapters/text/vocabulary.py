@@ -84,6 +84,12 @@ def merged_config(config: Mapping[str, Any], tokens_map: Mapping[str, Any]) -> d
     return {**config} if "added_tokens_decoder" in config else {**config, **tokens_map}
 
 
+def file_that_names(key: str, config: Mapping[str, Any], tokens_map: Mapping[str, Any]) -> str:
+    """The file whose value of a key counts."""
+    is_of_map = "added_tokens_decoder" not in config and key in tokens_map
+    return FILE_OF["special_tokens_map" if is_of_map else "tokenizer_config"]
+
+
 def odd_tokens(config: Mapping[str, Any], tokens_map: Mapping[str, Any]) -> dict[str, str]:
     """The file of each special token, by its name, that is given as something else than a text, an object with
     `content`, or null; only an `eos_token` may be a list of such."""
@@ -93,11 +99,11 @@ def odd_tokens(config: Mapping[str, Any], tokens_map: Mapping[str, Any]) -> dict
             continue  # a switch, such as add_bos_token
         is_one = key in NAMED_SPECIAL_TOKENS or _names_one_more(key)
         more = value if key in _TOKENS_BY_NAME and isinstance(value, dict) else {key: value} if is_one else {}
-        file = "tokenizer_config" if "added_tokens_decoder" in config or key not in tokens_map else "special_tokens_map"
+        file = file_that_names(key, config, tokens_map)
         for name, token in more.items():
             each = token if name == "eos_token" and isinstance(token, list) else [token]
             if any(one is not None and token_content(one) is None for one in each):
-                odd[name] = f"{file}.json"
+                odd[name] = file
     return odd
 
 

@@ -208,7 +208,7 @@ def _answer(line: bytes) -> dict[str, str]:
         if isinstance(error.__cause__, MemoryError):
             raise MemoryError from error
         if isinstance(error.__cause__, SecurityError):
-            return {"kind": "limit", "error": f"goes too far: {error.__cause__}"[:MAX_ERROR_CHARS]}
+            return {"kind": "limit", "error": f"goes too far: {str(error.__cause__).rstrip('.')}"[:MAX_ERROR_CHARS]}
         return {"kind": "failed", "error": str(error)[:MAX_ERROR_CHARS]}
     if len(text) > MAX_TEXT_BYTES or len(text.encode(errors="surrogatepass")) > MAX_TEXT_BYTES:
         return {"kind": "limit", "error": f"makes a text of more than {MAX_TEXT_BYTES} bytes"}

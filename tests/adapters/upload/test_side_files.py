@@ -201,6 +201,7 @@ def test_the_adapters_end_tokens_are_found_and_named(files: dict[str, Any], ends
     assert sorted(found.eos_token_ids) == ends
     assert len(found.notes) == len(ends)
     assert all(any(f"'text of {token_id}' ({token_id})" in note for note in found.notes) for token_id in ends)
+    assert all(any(f" of {file}.json says." in note for file in files) for note in found.notes)
 
 
 def test_what_generation_config_says_beside_is_named() -> None:
