@@ -125,6 +125,8 @@ def _files_of(path: Path) -> dict[str, Path]:
     """Part name to file. ClientError if the path is neither a PEFT directory nor an archive."""
     if path.is_file() and path.name.endswith(_ARCHIVES):
         return {"archive": path}
+    if not path.exists():
+        raise ClientError(f"There is no {path} on this machine.")
     if not path.is_dir():
         raise ClientError(f"{path} is neither a directory nor an archive ({', '.join(_ARCHIVES)}).")
     if (path / _PICKLE).is_file() and not (path / TENSORS).is_file():
@@ -144,9 +146,11 @@ def _files_of(path: Path) -> dict[str, Path]:
     weights = [*shards, _INDEX] if shards else [TENSORS]
     missing = [name for name in (CONFIG, *weights) if name != _INDEX and not (path / name).is_file()]
     if missing:
-        raise ClientError(
-            f"{path} has no {' and no '.join(missing)}; give a directory that PEFT's save_pretrained wrote."
-        )
+        # Checkpoints of a trainer, and snapshots of a repository in Hugging Face's cache.
+        below = [str(found.parent) for pattern in ("*", "snapshots/*") for found in path.glob(f"{pattern}/{CONFIG}")]
+        others = f"one of those below it: {', '.join(sorted(below)[:5])}"
+        advice = others if below else "a directory that PEFT's save_pretrained wrote"
+        raise ClientError(f"{path} has no {' and no '.join(missing)}; give {advice}.")
     templates = sorted(f"{_TEMPLATES}/{file.name}" for file in (path / _TEMPLATES).glob("*.jinja"))
     # The tensors last: the server hashes them as they come, once it has what the digest covers besides.
     return {name: path / name for name in (CONFIG, *_BESIDE, *templates, *weights) if (path / name).is_file()}

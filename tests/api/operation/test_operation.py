@@ -883,6 +883,25 @@ class TestCommands:
         finally:
             server.http.delete(f"{server.url}/v1/adapters/converted")
 
+    @pytest.mark.parametrize(
+        ("below", "said"),
+        [
+            (("checkpoint-10", "checkpoint-20"), "give one of those below it: {0}/checkpoint-10, {0}/checkpoint-20."),
+            (("snapshots/0a1b",), "give one of those below it: {0}/snapshots/0a1b."),
+            ((), "give a directory that PEFT's save_pretrained wrote."),
+        ],
+    )
+    def test_a_directory_above_adapters_is_told_with_them(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], below: tuple[str, ...], said: str
+    ) -> None:
+        for name in below:
+            (tmp_path / name).mkdir(parents=True)
+            (tmp_path / name / "adapter_config.json").write_text("{}")
+        assert main(["upload", str(tmp_path), "--url=http://127.0.0.1:9"]) == 1
+        assert capsys.readouterr().err.endswith(f"; {said.format(tmp_path)}\n")
+        assert main(["upload", str(tmp_path / "none"), "--url=http://127.0.0.1:9"]) == 1
+        assert f"There is no {tmp_path / 'none'} on this machine" in capsys.readouterr().err
+
     def test_a_name_is_one_part_of_the_path_whatever_is_in_it(
         self, server: Server, checkpoints: Checkpoints, capsys: pytest.CaptureFixture[str]
     ) -> None:
