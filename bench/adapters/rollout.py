@@ -3,17 +3,23 @@
     .venv/bin/python -m bench.adapters.rollout [--device cuda] [--shape 8b] [--rank 16] [--moves 200] [--rounds 3]
                                                [--requests 64] [--output-tokens 512] [--json FILE]
     .venv/bin/python -m bench.adapters.rollout --versions 10000
+    .venv/bin/python -m bench.adapters.rollout --replicas 8 [--rank 16]
+    .venv/bin/python -m bench.adapters.rollout --replicas 8 [--rank 16]
 
 A server serves one name, whose versions are ephemeral and stand on every projection. Bodies are written before the
 clock starts. A shape other than the bundled model is written to a temporary directory first: 16 GB for 8b.
 
     by_file, by_tensors  from the first byte of a new version to the 201, and to the first token that it has made
     moves   tokens per second of --requests sequences that `continue` while the name moves --moves times, of those
-            while it does not; both in each round, forth and back. The versions are uploaded once; moves are rollbacks
+            while it does not; both in each round, forth and back. The versions are uploaded once; moves are rollbacks.
+            Not measured with --moves 0
     pause   from /pause to its answer, and from /resume to the next token, with all sequences running; and a step
 
 With --versions alone, so many small ones of one name, by file and by tensors in turn, each asked for a token, beside
 requests that `continue`: what both processes hold after each tenth of them.
+
+With --replicas alone, a second server has so many engines: `by_file` and `by_tensors` as above, in times of those of
+the server with one engine, to which the same is sent before and after.
 """
 
 from __future__ import annotations
@@ -158,6 +164,21 @@ def uploads(subject: Subject) -> dict[str, Any]:
     return told
 
 
+def beside_one(one: Subject, many: Subject) -> dict[str, Any]:
+    """Medians of the ratios of `many` engines to `one`; the first round is not counted."""
+    told: dict[str, Any] = {}
+    for name, body in (("by_file", Subject.file_body), ("by_tensors", Subject.tensors_body)):
+        ratios = []
+        for _ in range(_UPLOADS + 1):
+            before, between, after = (side.upload_ms(body(side)) for side in (one, many, one))
+            ratios.append(
+                [2 * middle / (first + last) for first, middle, last in zip(before, between, after, strict=True)]
+            )
+        answer, token = (statistics.median(some) for some in zip(*ratios[1:], strict=True))
+        told[name] = {"answer": answer, "first_token": token}
+    return told
+
+
 def moves(subject: Subject, num_requests: int, num_tokens: int, num_moves: int, num_rounds: int) -> dict[str, Any]:
     """The ratio of tokens per second, its parts, and the versions of an answer."""
     subject.take_two()
@@ -247,6 +268,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--moves", type=int, default=200)
     parser.add_argument("--versions", type=int, default=0)
+    parser.add_argument("--replicas", type=int, default=0)
     arguments = parser.parse_args()
     load, shape = load_of(arguments), SHAPES[arguments.shape]
     with tempfile.TemporaryDirectory() as directory:
@@ -272,11 +294,18 @@ def main() -> None:
             if arguments.versions:
                 subject = Subject(server, model_dir, arguments.rank, are_whole=shape is not None)
                 result["versions"] = versions(subject, arguments.versions)
+            elif arguments.replicas:
+                settings |= {"replicas": arguments.replicas}
+                with running_server(model_dir, work_dir / "replicas", **settings) as many:
+                    wait_for(lambda: many.get("/ready").status_code == 200, "the other server to be ready")
+                    sides = (Subject(one, model_dir, arguments.rank) for one in (server, many))
+                    result["times_of_one"] = beside_one(*sides)
             else:
                 subject = Subject(server, model_dir, arguments.rank)
                 sizes = load.num_requests, load.num_output_tokens
                 result |= uploads(subject)
-                result["moves"] = moves(subject, *sizes, arguments.moves, arguments.rounds)
+                if arguments.moves:
+                    result["moves"] = moves(subject, *sizes, arguments.moves, arguments.rounds)
                 result["pause"] = pauses(subject, *sizes)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(result, indent=1))
