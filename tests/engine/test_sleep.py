@@ -24,7 +24,7 @@ from tests.support.engine.engine_parity import World, build_engine, config_of, m
 from tests.support.models.tiny_models import FAMILIES, WITH_EXPERTS, make_tiny_model
 
 SPECS = {"all": {"rank": 4, "target_modules": ["q_proj", "v_proj"]}}
-CPU = torch.device("cpu")
+CPU = torch.device("cpu:0")  # tensors say "cpu", as those of "cuda" say "cuda:0"
 
 
 @pytest.fixture(scope="module", params=["llama", "lfm2"])

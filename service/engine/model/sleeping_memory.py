@@ -49,7 +49,8 @@ class SleepingMemory:
 
 
 def tensors_on(device: torch.device, *roots: object) -> Iterator[torch.Tensor]:
-    """All tensors of a device that these objects lead to through attributes and containers."""
+    """All tensors of this type of device, of which an engine has one, that these objects lead to through attributes and
+    containers."""
     seen: set[int] = set()
     waiting: list[object] = list(roots)
     while waiting:
@@ -58,7 +59,7 @@ def tensors_on(device: torch.device, *roots: object) -> Iterator[torch.Tensor]:
             continue
         seen.add(id(one))
         if isinstance(one, torch.Tensor):
-            if one.device == device:
+            if one.device.type == device.type:  # "cuda" is where tensors of "cuda:0" lie
                 yield one
         elif isinstance(one, Mapping):
             waiting += one.values()
