@@ -36,7 +36,7 @@ class Llama3Parser(CallParser):
             if (opens := _opens_call(held, brace.end() - 1)) is not False:
                 return brace.start(), bool(opens)
             at = brace.end()
-        begun = _LIST.search(held, at)
+        begun = None if tagged else _LIST.search(held, at)
         return (end, tagged) if begun is None else (begun.start(), False)
 
     def _enter(self) -> None:

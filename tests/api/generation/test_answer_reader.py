@@ -152,6 +152,7 @@ MENDED: list[tuple[str, str, list[Said]]] = [
     ("llama3_json", '[{"name": "add", "parameters": {"a": 1, "b": 2}}, {"name": "now", "parameters": {}}]', [ADD, NOW]),
     ("llama3_json", '{"name": "add", "parameters": {"a": 1, "b": 2}}, {"name": "now", "parameters": {}}', [ADD, NOW]),
     ("llama3_json", '<|python_tag|>[{"name": "add", "parameters": {"a": 1, "b": 2}}]', [ADD]),
+    ("llama3_json", '<|python_tag|>{"name": "now", "parameters": {}} So [', [NOW, "So ["]),
     ("mistral", '[TOOL_CALLS] add [CALL_ID] a1B2c3D4e [ARGS] {"a": 1, "b": 2}', [ADD]),
     ("qwen3_coder", "<tool_call>\n<function=now>\n<parameter=a>\n1\n</function>\n</tool_call>",
      [Call("now", '{"a": 1}')]),
