@@ -252,10 +252,23 @@ def test_a_merge_that_is_ended_leaves_no_directory(
 ) -> None:
     """Where all weights are written, it stands still in the first copy of another file."""
     arguments = ["merge", str(base), str(adapter), str(tmp_path / "out")]
-    code = "import shutil, signal, sys; shutil.copyfile = lambda *_: signal.pause()\n"
-    code += f"from service.cli.main import main; sys.exit(main({arguments!r}))"
+    standing = tmp_path / "standing"
+    # Sent while the weights are written, a signal's exception may end in a destructor, which Python ignores.
+    code = f"""
+import pathlib, shutil, sys, time
+from service.cli.main import main
+
+def stand_still(*_):
+    pathlib.Path({str(standing)!r}).touch()
+    while True:
+        time.sleep(0.1)
+
+shutil.copyfile = stand_still
+sys.exit(main({arguments!r}))
+"""
     with subprocess.Popen([sys.executable, "-c", code]) as process:
-        wait_for(lambda: list(tmp_path.glob(".out.*/new/model.safetensors")), "the weights")
+        wait_for(standing.exists, "the weights")
+        assert list(tmp_path.glob(".out.*/new/model.safetensors"))
         process.send_signal(ending)
         code_of_end = process.wait(LIMIT_SECONDS)
     assert not (tmp_path / "out").exists()
