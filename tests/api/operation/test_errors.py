@@ -31,9 +31,12 @@ def test_every_error_of_a_request_has_a_row() -> None:
 def test_every_row_is_an_error_in_openai_s_shape() -> None:
     for kind, answer in TABLE.items():
         problems = ((),) if kind is store_errors.BindingError else ()
-        body = error_body(kind("A sentence.", *problems))
+        error = kind("A sentence.", *problems)
+        body = error_body(error)
         assert 400 <= answer.status < 600
-        assert body["error"]["message"] == "A sentence."
+        assert body["error"]["message"] == str(error)
+        # Damaged makes its sentence of a digest.
+        assert "A sentence." in str(error)
         assert {"message", "type", "param", "code"} <= set(body["error"])
 
 
