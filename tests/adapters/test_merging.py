@@ -255,13 +255,12 @@ def test_a_merge_that_is_ended_leaves_no_directory(
     standing = tmp_path / "standing"
     # Sent while the weights are written, a signal's exception may end in a destructor, which Python ignores.
     code = f"""
-import pathlib, shutil, sys, time
+import pathlib, shutil, signal, sys
 from service.cli.main import main
 
 def stand_still(*_):
     pathlib.Path({str(standing)!r}).touch()
-    while True:
-        time.sleep(0.1)
+    signal.pause()
 
 shutil.copyfile = stand_still
 sys.exit(main({arguments!r}))
