@@ -6,6 +6,7 @@ python -m bench.steps.prefix [--device cuda] [--shape 8b] [--requests 64] [--pro
     cost    requests whose prompts are all different, to an engine with the cache and to one without, forth and back
     long    a prompt of --long-prompt tokens whose last 64 are new, beside one of 128 new tokens and beside itself new
     equal   --requests equal prompts at once, of a quarter of --long-prompt: tokens computed, of those of one prompt
+    alora   an adapter that begins behind --long-prompt tokens that the base has had, beside the same computed anew
     chats   eight chats of six turns each, over a system prompt of a fifth of --long-prompt, whose template drops all
             but the end of an answer: prompt tokens found, of all and of those that a cache without bounds would find;
             and whether replayed steps give the tokens of eager ones
@@ -23,6 +24,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from bench.arguments import facts_of, load_of, parser_of
 from bench.rounds import forth_and_back
 from bench.shapes import SEED
@@ -33,6 +36,7 @@ from service.engine.model.graphs import CapturedSteps
 
 NUM_NEW_TOKENS, NUM_SHORT_TOKENS = 64, 128
 NUM_CHATS, NUM_TURNS = 8, 6
+_NUM_INVOCATION_TOKENS, _RANK = 16, 16
 # Of decode, in which blocks are copied to host memory.
 _STEPS_BETWEEN = 48
 # Of a turn: the beginning of its prompt's end, as a template writes it, and of its answer in the next prompt.
@@ -49,15 +53,26 @@ class Subject:
         return self._warm.prompt(num_tokens, self._numbers)
 
     def run(
-        self, prompts: list[tuple[int, ...]], num_output_tokens: int, salt: str = "", keep_at: tuple[int, ...] = ()
+        self,
+        prompts: list[tuple[int, ...]],
+        num_output_tokens: int,
+        salt: str = "",
+        keep_at: tuple[int, ...] = (),
+        adapter_start: int | None = None,
     ) -> Run:
-        """All at once. keep_at: as in `Submit`, from a prompt's end on where it is negative."""
+        """All at once. keep_at: as in `Submit`, from a prompt's end on where it is negative; adapter_start: of the
+        engine's adapter, None for the base."""
         work = []
         for prompt in prompts:
             self._num_sent += 1
             places = tuple(at % len(prompt) for at in keep_at)
-            name = f"request-{self._num_sent}"
-            work.append(Submit(name, prompt, greedy(num_output_tokens), cache_salt=salt, keep_at=places))
+            request = Submit(
+                f"request-{self._num_sent}", prompt, greedy(num_output_tokens), cache_salt=salt, keep_at=places
+            )
+            if adapter_start is not None:
+                rows = self._warm.adapter_rows
+                request = structs.replace(request, adapter="adapter-0", adapter_rows=rows, adapter_start=adapter_start)
+            work.append(request)
         return run_to_the_end(self._warm.engine, work)
 
     @property
@@ -177,6 +192,30 @@ def host(subject: Subject, num_tokens: int, num_rounds: int) -> dict[str, Any]:
     return {"first_token_ms": statistics.median(times), "found_on_host": found}
 
 
+def alora(subject: Subject, num_tokens: int, num_rounds: int) -> dict[str, Any]:
+    """Milliseconds until the first token of an adapter that begins behind the base's tokens, alone on the engine."""
+    num_before = num_tokens - NUM_SHORT_TOKENS  # which leaves room for answers
+    found_ms, new_ms, shares = [], [], []
+    for number in range(num_rounds + 1):
+        start, invocation = subject.prompt(num_before), subject.prompt(_NUM_INVOCATION_TOKENS)
+        subject.run([start], 2, keep_at=(-1,))
+        _, before, _ = subject.counts
+        found, new = (
+            subject.run([start + invocation], 2, salt, adapter_start=num_before).first_token_ms()[0]
+            for salt in ("", "new")
+        )
+        if number:
+            found_ms.append(found)
+            new_ms.append(new)
+            shares.append((subject.counts[1] - before) / num_before)
+    return {
+        "first_token_ms_found": statistics.median(found_ms),
+        "first_token_ms_new": statistics.median(new_ms),
+        "found_of_new": statistics.median(found_ms) / statistics.median(new_ms),
+        "found_of_tokens_before": statistics.median(shares),
+    }
+
+
 def equal(subject: Subject, num_requests: int, num_tokens: int) -> dict[str, Any]:
     prompt = subject.prompt(num_tokens)
     run = subject.run([prompt] * num_requests, 2)
@@ -254,6 +293,10 @@ def main() -> None:
             min(NUM_CHATS, arguments.requests),
         ),
     }
+    with_adapter = replace(with_cache, max_adapters=1, rank=_RANK)
+    figures["alora"] = alora(
+        Subject(build_warm_engine(with_adapter, has_lora=True)), arguments.long_prompt, arguments.rounds
+    )
     if has_host:
         figures["host"] = host(sides["on"], arguments.long_prompt, arguments.rounds)
     result = facts_of(arguments) | figures

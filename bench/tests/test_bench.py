@@ -66,6 +66,7 @@ def test_the_prefix_cache_is_measured_beside_an_engine_without_it(tmp_path: Path
     # Each of the three computes the end of its prompt by itself, which fills no block.
     assert 1 <= figures["equal"]["computed_of_one"] < 2
     assert figures["chats"]["found_tokens"] > 0
+    assert figures["alora"]["found_of_tokens_before"] > 0
 
 
 @pytest.mark.wide
