@@ -1,6 +1,7 @@
 """Sleep without the end of the process: what memory goes, what stays away from it meanwhile, and what comes back.
 
-A CPU's weights are in host memory, so its engine moves none; here it moves them as a GPU's does.
+A CPU's weights are in host memory, so its engine moves none; here it moves them as a GPU's does. With `--device cuda`
+steps are captured, before and after.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from tests.support.engine.engine_parity import World, build_engine, config_of, m
 from tests.support.models.tiny_models import FAMILIES, WITH_EXPERTS, make_tiny_model
 
 SPECS = {"all": {"rank": 4, "target_modules": ["q_proj", "v_proj"]}}
-CPU = torch.device("cpu:0")  # tensors say "cpu", as those of "cuda" say "cuda:0"
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module", params=["llama", "lfm2"])
-def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> World:
-    return make_world(request.param, tmp_path_factory.mktemp("world"), "cpu", specs=SPECS)
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, device: str) -> World:
+    return make_world(request.param, tmp_path_factory.mktemp("world"), device, specs=SPECS)
 
 
 @pytest.fixture
@@ -92,17 +93,17 @@ def test_weights_and_rows_wait_in_host_memory(engine: Engine, world: World, monk
     engine.check_integrity()
 
 
-def found(*roots: object) -> list[torch.Tensor]:
-    """Those of the CPU whose memory is torch's; oneDNN has packed others for itself."""
-    return [one for one in tensors_on(CPU, *roots) if one.layout is torch.strided]
+def found(device: torch.device, *roots: object) -> list[torch.Tensor]:
+    """Those of the device whose memory is torch's; oneDNN has packed others for itself."""
+    return [one for one in tensors_on(device, *roots) if one.layout is torch.strided]
 
 
 def moved_as_on_a_gpu(runner: ModelRunner, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """Have a sleep move weights and rows, all of which are returned; those that are mapped files are copied first."""
-    for tensor in found(runner._model, engine.rows):
+    for tensor in found(runner.capacity.device, runner._model, engine.rows):
         if not tensor.untyped_storage().resizable():
             tensor.set_(tensor.clone())
-    moved = found(runner._model, engine.rows)
+    moved = found(runner.capacity.device, runner._model, engine.rows)
     sleeping = sleeping_memory.SleepingMemory
     monkeypatch.setattr(runner_module, "SleepingMemory", lambda lost, _kept: sleeping(lost, moved))
     return moved
@@ -121,7 +122,7 @@ def test_all_rows_are_found(engine: Engine) -> None:
     stacks = engine.rows._tensors.stacks.values()
     rows = {id(rows) for one in stacks for rows in (*one.a, *one.b)}
     assert rows
-    assert rows <= {id(one) for one in tensors_on(CPU, engine.rows)}
+    assert rows <= {id(one) for one in tensors_on(engine.runner.capacity.device, engine.rows)}
 
 
 def test_an_engine_that_cannot_sleep_says_so_and_goes_on(
