@@ -201,16 +201,18 @@ def _server_class(base: type[uvicorn.Server]) -> Any:
             super().__init__(config)
             self._services, self._engine = services, engine
             self._settings = settings
-            self._draining: asyncio.Task[None] | None = None
+            self._draining: set[asyncio.Task[None]] = set()
 
         def handle_exit(self, sig: int, _frame: FrameType | None) -> None:
-            """First signal: drain, then exit 0. Second: exit now."""
+            """First signal: drain, then exit 0. Later ones: drain no longer. Without uvicorn's `force_exit`, with which
+            the application would be cancelled where it stands."""
+            limit_seconds = self._settings.shutdown_limit_seconds
             if self._services.draining:
-                self.force_exit = self.should_exit = True
-                return
-            LOGGER.info("%s: letting requests finish", signal.Signals(sig).name)
+                limit_seconds = 0.0
+            else:
+                LOGGER.info("%s: letting requests finish", signal.Signals(sig).name)
             self._services.draining = True
-            self._services.on_loop(self._start_draining)
+            self._services.on_loop(self._start_draining, limit_seconds)
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             """Begin to accept connections."""
@@ -233,12 +235,11 @@ def _server_class(base: type[uvicorn.Server]) -> Any:
             """End the server, from its own loop."""
             self.should_exit = True
 
-        def _start_draining(self) -> None:
-            self._draining = asyncio.create_task(self.drain())
+        def _start_draining(self, limit_seconds: float) -> None:
+            self._draining.add(asyncio.create_task(self.drain(limit_seconds)))
 
-        async def drain(self) -> None:
+        async def drain(self, limit_seconds: float) -> None:
             """Let what is under way end, up to the limit; then the server ends."""
-            limit_seconds = self._settings.shutdown_limit_seconds
             try:
                 await asyncio.gather(self._engine.drain(limit_seconds), self._services.uploads_end(limit_seconds))
             finally:

@@ -16,7 +16,7 @@ import msgspec
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from service.api.errors import ApiError, BadRequest, QueueFull, RequestTimeout, error_body, status_of
+from service.api.errors import ApiError, BadRequest, NotReady, QueueFull, RequestTimeout, error_body, status_of
 from service.api.http.connection_limits import ConnectionShares
 from service.api.http.h11_bounds import NO_HTTP, BoundedConnection
 from service.api.http.read_scheduler import FIRST_READ_BYTES, USUAL_SECONDS, ReadScheduler, next_read_bytes
@@ -44,6 +44,8 @@ class _WithConnection:
         scope["multilora.connection"] = self._connection
         try:
             await self._app(scope, receive, send)
+        except asyncio.CancelledError:  # the server ends, and has waited for this request
+            self._connection.cut_off()
         finally:
             # The connection has the scope until its next request, and with it all that knows the connection.
             for name in scope.keys() - own:
@@ -319,6 +321,10 @@ class Protocol(H11Protocol):
             self._answer(RequestTimeout(f"The {part} of the request comes too slowly; send it again."))
         else:
             self.transport.close()
+
+    def cut_off(self) -> None:
+        """Answer a request that the server ends without."""
+        self._answer(NotReady("The server has shut down; send the request to another one."))
 
     def _write_down(self, why: str) -> None:
         """The line of a connection that is closed here."""

@@ -446,14 +446,14 @@ class TestSigterm:
     def test_uploads_are_waited_for_up_to_the_limit(
         self, checkpoints: Checkpoints, tmp_path: Path, limit_seconds: float
     ) -> None:
-        settings = Settings(model_dir=checkpoints.base, store_dir=tmp_path, shutdown_limit_seconds=limit_seconds)
+        settings = Settings(model_dir=checkpoints.base, store_dir=tmp_path)
         app = create_app(settings)
         server = make_server(app, settings)
 
         async def drain() -> None:
             """The engine has nothing to do, as it was never started."""
             with app.state.services.uploading():
-                draining = asyncio.create_task(server.drain())
+                draining = asyncio.create_task(server.drain(limit_seconds))
                 if not limit_seconds:
                     await draining
                 for _ in range(10):
@@ -532,5 +532,37 @@ class TestSigterm:
                 rest = [line for line in lines if line]
             assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "not_ready"
             assert server.process.wait(LIMIT_SECONDS) == 0
+        finally:
+            server.process.kill()
+
+    def test_after_a_second_one_nothing_is_waited_for(self, checkpoints: Checkpoints, tmp_path: Path) -> None:
+        """A stream is told that it ends, and so is an upload that does not come; the server ends as after one."""
+        server = start_server(checkpoints.endless_base, tmp_path, model_name=BASE, shutdown_limit_seconds=300)
+        try:
+            address = httpx.URL(server.url)
+            stalled = socket.create_connection((address.host, address.port or 0), LIMIT_SECONDS)
+            with (
+                stalled,
+                httpx.stream(
+                    "POST",
+                    f"{server.url}/v1/completions",
+                    json={**ENDLESS, "model": BASE, "stream": True},
+                    timeout=LIMIT_SECONDS,
+                ) as stream,
+            ):
+                lines = stream.iter_lines()
+                next(lines)
+                head = f"Host: it\r\nContent-Type: {MULTIPART['Content-Type']}\r\nContent-Length: 1000\r\n\r\n"
+                stalled.sendall(f"PUT /v1/adapters/late HTTP/1.1\r\n{head}".encode())
+                wait_for(lambda: list(server.store_dir.glob("*/staging/*")), "the upload to begin")
+                server.process.send_signal(signal.SIGINT)
+                wait_for(lambda: server.get("/ready").status_code == 503, "/ready to turn")
+                server.process.send_signal(signal.SIGINT)
+                rest = [line for line in lines if line]
+                refused = stalled.recv(4096)
+            assert json.loads(rest[-2].removeprefix("data: "))["error"]["code"] == "not_ready"
+            assert refused.startswith(b"HTTP/1.1 503") and b"shut down; send the request to another" in refused, refused
+            assert server.process.wait(LIMIT_SECONDS) == 0
+            assert "Traceback" not in server.log, server.log
         finally:
             server.process.kill()
