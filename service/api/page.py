@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fastapi import APIRouter, Request, Response
+from fastapi.responses import RedirectResponse
 
 _FILES_DIR = Path(__file__).parent / "static"
 _MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
@@ -52,8 +53,11 @@ _FILES = {
 PAGE_PATHS = frozenset(_FILES)
 
 
-def _endpoint(file: _File) -> Callable[[Request], Awaitable[Response]]:
+def _endpoint(path: str, file: _File) -> Callable[[Request], Awaitable[Response]]:
     async def send(request: Request) -> Response:
+        asked = request.scope["raw_path"].decode()
+        if path == "/" and not asked.endswith("/"):  # --root-path itself, to whose end the page's links are relative
+            return RedirectResponse(f"{asked}/")
         known = {tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")}
         if file.headers["ETag"] in known:
             headers = {name: value for name, value in file.headers.items() if name != "Content-Type"}
@@ -66,4 +70,4 @@ def _endpoint(file: _File) -> Callable[[Request], Awaitable[Response]]:
 # One route for each file, so that logs and metrics name them and everything else stays an unknown route.
 router = APIRouter(include_in_schema=False)
 for _path, _file in _FILES.items():
-    router.add_api_route(_path, _endpoint(_file), methods=["GET"])
+    router.add_api_route(_path, _endpoint(_path, _file), methods=["GET"])

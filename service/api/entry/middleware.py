@@ -107,8 +107,8 @@ class EntryMiddleware:
         method = "GET" if scope["method"] == "HEAD" else scope["method"]
         inner = {**scope, "method": method, "query_string": without_inert(scope["query_string"])}
         # Here, before anybody looks at the path: what a key is for goes by the same one as the routes.
-        if self._root_path and scope["path"].startswith(f"{self._root_path}/"):
-            inner["path"] = scope["path"][len(self._root_path) :]
+        if self._root_path and f"{scope['path']}/".startswith(f"{self._root_path}/"):
+            inner["path"] = scope["path"][len(self._root_path) :] or "/"
         if self._tracing is not None:
             visit.trace = self._tracing.begin(method, inner["path"], visit.headers)
         visit.is_message = inner["path"] == _MESSAGES or inner["path"].startswith(f"{_MESSAGES}/")

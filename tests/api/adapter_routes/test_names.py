@@ -134,7 +134,8 @@ def test_every_route_is_below_the_root_path_too(slashed: Server) -> None:
         assert slashed.post(f"{prefix}/v1/completions", json=body).json()["model"] == PRELOADED
         assert slashed.get(f"{prefix}/v1/adapters/{PRELOADED}").json()["name"] == PRELOADED
         assert slashed.get(f"{prefix}/openapi.json").json()["servers"] == [{"url": "/llm"}]
-    for wrong in ("/llmx/v1/models", "/llm/llm/v1/models"):
+    assert slashed.get("/llm", follow_redirects=True).text == slashed.get("/").text
+    for wrong in ("/llmx", "/llmx/v1/models", "/llm/llm/v1/models"):
         assert slashed.get(wrong).status_code == 404
 
 
