@@ -4,6 +4,8 @@
 MIN_BYTES_PER_SECOND = 1024
 # A client's name for a request is used and logged up to this length.
 MAX_REQUEST_ID_CHARS = 200
+# Whether the server lives, and whether it can serve, by all their names: anybody may ask.
+PROBE_PATHS = ("/health", "/ping", "/liveness", "/ready", "/health_generate")
 # POST to these changes nothing that anybody else can see, so that a proxy may send one again; a key needs the scope
 # `infer`.
 INFERENCE_PATHS = (

@@ -11,7 +11,7 @@ from starlette.datastructures import Headers
 from adapters.store.store import AdapterStore
 from service.api.access.namespace import Namespace
 from service.api.errors import Forbidden, Unauthorized
-from service.api.http_rules import INFERENCE_PATHS
+from service.api.http_rules import INFERENCE_PATHS, PROBE_PATHS
 from service.api.page import PAGE_PATHS
 from service.api.state import services_of
 from service.tenants.keys_file import Scope
@@ -36,9 +36,7 @@ class Route(NamedTuple):
 # The first one that fits counts. What fits none is no route, and takes any key: who has none does not learn which
 # routes there are.
 ROUTES = (
-    Route("/health", "open"),
-    Route("/ping", "open"),
-    Route("/ready", "open"),
+    *(Route(path, "open") for path in PROBE_PATHS),
     *(Route(path, "open", _READING) for path in sorted(PAGE_PATHS)),
     # Any of these may be open by --open-paths.
     Route("/docs", "any"),

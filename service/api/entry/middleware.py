@@ -32,7 +32,7 @@ from service.api.errors import (
 )
 from service.api.http.json_body import BodyBudget
 from service.api.http.sse import JsonResponse
-from service.api.http_rules import MAX_REQUEST_ID_CHARS
+from service.api.http_rules import MAX_REQUEST_ID_CHARS, PROBE_PATHS
 from service.api.metrics.metrics import Metrics
 from service.api.metrics.traces import Ended, RequestTrace, Tracing
 from service.api.schema.base import without_inert
@@ -45,7 +45,7 @@ CLIENT_GONE = 499
 # Those that routes may have, and that metrics name.
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 # Asked every few seconds by machines; their lines are debug lines.
-_PROBES = frozenset({"/health", "/ping", "/ready", "/metrics"})
+_PROBES = frozenset({*PROBE_PATHS, "/metrics"})
 # Below it are the routes of Anthropic's API.
 _MESSAGES = "/v1/messages"
 _MAX_LENGTH_DIGITS = 20

@@ -1,4 +1,4 @@
-"""/health, /ready, /version, /load, /metrics and /reset_prefix_cache (/flush_cache)."""
+"""/health and /ready with their other names, /version, /load, /metrics and /reset_prefix_cache (/flush_cache)."""
 
 from __future__ import annotations
 
@@ -31,6 +31,9 @@ class MetricsQuery(BaseModel):
 
 
 @router.get("/health", responses=errors((503,)), response_model_exclude_none=True, summary="Is the process up?")
+@router.get("/ping", responses=errors((503,)), response_model_exclude_none=True, summary="The same, of SageMaker")
+@router.post("/ping", responses=errors((413, 503)), response_model_exclude_none=True, summary="The same, of SageMaker")
+@router.get("/liveness", responses=errors((503,)), response_model_exclude_none=True, summary="The same, of prime-rl")
 async def health(request: Request) -> HealthResponse:
     """200 while the process can serve or will again, or finishes what it has begun; 503 once the engine stays down. Of
     several engines one is enough; `replicas` tells how each is, and `store` what is the matter with the adapters'
@@ -45,18 +48,12 @@ async def health(request: Request) -> HealthResponse:
 
 
 @router.get("/ready", responses=errors((503,)), summary="Can it serve now?")
+@router.get("/health_generate", responses=errors((503,)), summary="The same, of SGLang")
 async def ready(request: Request) -> ReadyResponse:
     """200 once the model is loaded and warm, while the engine is alive and the server is not shutting down."""
     services = services_of(request)
     services.require_ready()
     return ReadyResponse(status="ready", model=services.settings.base_name)
-
-
-@router.get("/ping", responses=errors((503,)), response_model_exclude_none=True, summary="The same as /health")
-@router.post("/ping", responses=errors((413, 503)), response_model_exclude_none=True, summary="The same as /health")
-async def ping(request: Request) -> HealthResponse:
-    """Health check of Amazon SageMaker and vLLM's clients, by GET or POST."""
-    return await health(request)
 
 
 @router.get("/version", summary="Version of the server")

@@ -25,6 +25,7 @@ from safetensors.torch import load_file
 from adapters.files.paths import MANIFEST_FILE
 from service import server_version
 from service.api.access.auth import Need, route_of
+from service.api.http_rules import PROBE_PATHS
 from service.api.metrics.metrics import Metrics
 from service.cli.client import ClientError, checked, server_url
 from service.cli.load_test import percentiles
@@ -121,7 +122,9 @@ STATUSES: dict[str, tuple[str, str]] = {
     "get /health": ("200 503", ""),
     "get /ping": ("200 503", ""),
     "post /ping": ("200 413 503", ""),
+    "get /liveness": ("200 503", ""),
     "get /ready": ("200 503", ""),
+    "get /health_generate": ("200 503", ""),
     "get /version": ("200", ""),
     "get /load": ("200", "401"),
     "get /metrics": ("200 400 429", "401"),
@@ -219,7 +222,7 @@ class TestOpenapi:
         ]
         for path, body in posts:
             check_answer(openapi, "post", path, server.post(path, json=body))
-        for path in ("/v1/models", "/v1/adapters", "/health", "/ping", "/ready", "/version", "/tokenizer_info"):
+        for path in ("/v1/models", "/v1/adapters", *PROBE_PATHS, "/version", "/tokenizer_info"):
             check_answer(openapi, "get", path, server.get(path))
         for content in (b"", b" " * ((16 << 20) + 1)):
             check_answer(openapi, "post", "/ping", server.post("/ping", content=content))
@@ -305,7 +308,7 @@ class TestOpenapi:
                 route = route_of(method.upper(), path)
                 assert route is not None, f"{path} is in no line of the table"
                 needs.setdefault(route.need, set()).add(f"{method} {path}")
-        assert needs["open"] == {"get /health", "get /ping", "post /ping", "get /ready"}
+        assert needs["open"] == {"post /ping", *(f"get {path}" for path in PROBE_PATHS)}
         assert needs["upload"] == {
             "post /v1/adapters",
             "put /v1/adapters/{name}",
