@@ -7,6 +7,7 @@ The tensors stay the same objects, and get other memory later: who keeps an addr
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from service.machine import memory_bytes
 
 # Packages whose objects are looked into.
 _OURS = ("adapters", "kernels", "service")
+# Memory that nobody has touched yet takes longer to touch than to copy to.
+_NUM_THREADS = 8
 
 
 class CannotSleep(RuntimeError):
@@ -34,7 +37,8 @@ class SleepingMemory:
         needed, free = sum(storage.nbytes() for storage in kept_storages), memory_bytes()[1]
         if needed > free:
             raise CannotSleep(f"weights take {needed} bytes of host memory, of which {free} are free")
-        self._kept = {storage: _bytes_of(storage).to("cpu", copy=True) for storage in kept_storages}
+        with ThreadPoolExecutor(_NUM_THREADS, "sleep") as pool:
+            self._kept = dict(zip(kept_storages, pool.map(_in_host_memory, kept_storages), strict=True))
         for storage in (*self._lost, *self._kept):
             storage.resize_(0)
 
@@ -80,6 +84,10 @@ def _attributes(one: object) -> Iterator[Any]:
 def _storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
     """Each memory once."""
     return list({storage.data_ptr(): storage for storage in (one.untyped_storage() for one in tensors)}.values())
+
+
+def _in_host_memory(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.zeros(storage.nbytes(), dtype=torch.uint8).copy_(_bytes_of(storage))
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
