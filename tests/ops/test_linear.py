@@ -110,6 +110,7 @@ def test_a_window_adds_the_products_of_the_rows_behind(dtype: torch.dtype, has_b
 QUANTISED: dict[str, tuple[str, int, bool, bool, int, int]] = {
     "fp8 rows": ("fp8", 0, False, False, 70, 210),
     "fp8 blocks": ("fp8", 128, False, False, 33, 256),
+    "int8 rows": ("int8", 0, False, False, 320, 1024),
     "int8 zeros": ("int8", 32, True, False, 66, 96),
     "int4 zeros ordered": ("int4", 64, True, True, 70, 192),
     "int4 rows": ("int4", 0, True, False, 20, 144),
@@ -128,7 +129,8 @@ def quantised(name: str) -> Quantised:
     else:
         codes = torch.randint(0, 256, (out_features, in_features // 2), generator=generator, dtype=torch.uint8)
     group = group or in_features
-    scales = torch.rand(out_features, in_features // group, generator=generator) * in_features**-0.5
+    largest = 64 if codes_of == "int8" else 1
+    scales = torch.rand(out_features, in_features // group, generator=generator) * in_features**-0.5 / largest
     return Quantised(
         codes,
         scales,
@@ -177,7 +179,7 @@ def test_a_quantised_weight_means_its_dequantised_values(
     assert torch.equal(triton_cuda.dequantised(packed, 5, last), expected[5:last])
     packed, rows = ops.append_rows(packed, num_rows=8, num_slices=2)
     assert rows.nbytes == 16 * weight.in_features * dtype.itemsize
-    rows.copy_(torch.randn(rows.shape))
+    rows.copy_(torch.randn(rows.shape) * weight.in_features**-0.5)
     rows[10:] = torch.nan
     atol, rtol = OP[dtype]
     for num_tokens in (0, 1, 20, MAX_TOKENS + 1):
