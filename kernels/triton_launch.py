@@ -46,8 +46,7 @@ class Workspace:
     """Memory for intermediate results between the launches of one op: one buffer for each device.
 
     The op must run on one stream of a device at a time. A buffer grows when more is requested than before, which must
-    not
-    happen while a graph is captured; an outgrown buffer is kept, since graphs captured earlier still write to it.
+    not happen while a graph is captured; an outgrown buffer is kept, since graphs captured earlier still write to it.
     """
 
     def __init__(self) -> None:

@@ -48,8 +48,7 @@ class HostTier:
     evicted: see `adapters.memory.eviction`, with the bytes of a read as the cost.
 
     Thread-safe except `get`, which one thread calls at a time. The budget counts the cached adapters; an adapter that
-    was
-    returned lives on while its user holds it.
+    was returned lives on while its user holds it.
 
     A sum is in memory when all its parts are, and takes none of its own.
 

@@ -57,12 +57,9 @@ class RowPool:
 
     A load copies an adapter's slab to the device on the copy stream, beside the steps, and then into its rows and its
     non-LoRA parameters, after the steps launched before: these may still use the rows of evicted adapters, and none
-    uses
-    the newcomer. Steps launched after `publish` may use it. Moves of ranges are ordered with the steps, since the next
-    one
-    may use the ranges. Swaps of rows are ordered with the steps too, and exclude rows that a copy under way will write,
-    so
-    they wait for none.
+    uses the newcomer. Steps launched after `publish` may use it. Moves of ranges are ordered with the steps, since the
+    next one may use the ranges. Swaps of rows are ordered with the steps too, and exclude rows that a copy under way
+    will write, so they wait for none.
     """
 
     def __init__(
@@ -171,8 +168,7 @@ class RowPool:
         ranges is not enough. Steps may use it after `publish`; until then the caller keeps it pinned.
 
         Raises RowsExceeded when it would not fit an empty pool, or when the kernels do not support its rank: the store
-        may
-        hold it from a server with more rows, or with another device.
+        may hold it from a server with more rows, or with another device.
         """
         if self.place_of(digest) is not None:
             self.allocation.use(digest)
