@@ -4,6 +4,7 @@ those that do not and why."""
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -75,6 +76,7 @@ def check_tokens(known: KnownModules, others: OtherTensors, adapted: Collection[
     return problems
 
 
+_INDEX = re.compile(r"(?<=\.)\d+\.")
 _WITHOUT_TENSORS = "target_modules names it, but the file has no tensors for it"
 _NO_PARAMETER = (
     "target_parameters names it, but the base model has no such parameter and the file no tensors for it; send the "
@@ -102,7 +104,7 @@ def bind(layout: BaseLayout, config: AdapterConfig, tensors: Mapping[str, Tensor
     tie_whole_head(known, others)
     problems += _check_targets(known, config, found)
     if not problems:
-        problems += _check_unserved_targets(known, config, found, layout)
+        problems += _check_unserved_targets(known, config, found, others, layout)
     slices, faults = _bind_modules(known, config, found, others)
     problems += faults
     of_experts, faults = _bind_experts(layout, config, others)
@@ -194,20 +196,26 @@ def _bind_experts(layout: BaseLayout, config: AdapterConfig, others: OtherTensor
     paths = [path for _, piece in pieces for path in piece.paths]
     ranks = pattern_values(list(config.rank_pattern), paths, "rank_pattern")
     alphas = pattern_values(list(config.alpha_pattern), paths, "alpha_pattern")
-    first_paths = [piece.path for _, piece in pieces]
-    matched = targeted(config, first_paths, first_paths)
+    # The experts' module itself is what prime-rl names.
+    possible = [piece.path for _, piece in pieces] + [entry.path for entry, _ in pieces]
+    matched = targeted(config, possible, possible)
     slices: dict[str, BoundSlice] = {}
     for entry, piece in pieces:
-        of_experts = {config.alpha_pattern[alphas[path]] if path in alphas else config.alpha for path in piece.paths}
-        if len(of_experts) > 1:
-            problems.append((piece.path, "alpha_pattern scales experts of its layer differently; give all one value"))
-            continue
-        rank = config.rank_pattern[ranks[piece.path]] if piece.path in ranks else config.rank
-        alpha = config.alpha_pattern[alphas[piece.path]] if piece.path in alphas else config.alpha
-        if piece.rank != rank:
+        settings = {
+            (
+                config.rank_pattern[ranks[path]] if path in ranks else config.rank,
+                config.alpha_pattern[alphas[path]] if path in alphas else config.alpha,
+            )
+            for path in piece.paths
+        }
+        rank, alpha = next(iter(settings))
+        if len(settings) > 1:
+            what = "rank_pattern or alpha_pattern tells experts of its layer apart; give all one value"
+            problems.append((piece.path, what))
+        elif piece.rank != rank:
             reason = f"its tensors have rank {piece.rank} for each expert, and adapter_config.json says {rank}"
             problems.append((piece.path, reason))
-        elif piece.path not in matched and not is_targeted_parameter(config, piece.path):
+        elif matched.isdisjoint((piece.path, entry.path)) and not is_targeted_parameter(config, piece.path):
             where = "target_parameters" if piece.is_parameter else "target_modules"
             problems.append((piece.path, f"the file has tensors for it, but {where} does not name it"))
         else:
@@ -249,7 +257,8 @@ def _check_targets(known: KnownModules, config: AdapterConfig, found: Mapping[st
     matched = targeted(config, sorted({*paths.values(), *adapted, *renamed}), [*linear, *renamed])
     if config.ties_head and known.ties_head and any(paths[name] in matched for name in known.embeddings):
         matched |= {paths[head] for head in known.heads}
-    missing = [module for module, path in paths.items() if path in matched and module not in adapted]
+    untrained = _untrained(known, config, found)
+    missing = [module for module, path in paths.items() if path in matched and module not in adapted | untrained]
     problems = [(module, _WITHOUT_TENSORS) for module in missing]
     problems += [
         (entry.name, "the file has tensors for it, but target_modules does not name it")
@@ -261,9 +270,25 @@ def _check_targets(known: KnownModules, config: AdapterConfig, found: Mapping[st
     problems += [
         (path, _WITHOUT_TENSORS)
         for path, modules in absent.items()
-        if modules.isdisjoint(missing) and (path in matched or modules <= as_wholes & matched)
+        if modules.isdisjoint(missing)
+        and (path in matched or modules <= as_wholes & matched)
+        and untrained.isdisjoint(modules)
     ]
     return problems
+
+
+def _kind(module: str) -> str:
+    """The module's path without the index of its layer."""
+    return _INDEX.sub("", module)
+
+
+def _untrained(known: KnownModules, config: AdapterConfig, found: Mapping[str, FoundModule]) -> set[str]:
+    """Modules that "all-linear" does not stand for: the file has none of their kind. PEFT saves names in its place, so
+    another tool wrote it, and these leave out routers, say, or all of attention."""
+    if not config.is_all_linear:
+        return set()
+    kinds = {_kind(rows.module) for entry in found.values() for rows in entry.rows}
+    return {module for module in known.slices if _kind(module) not in kinds}
 
 
 def _prefixes(found: Mapping[str, FoundModule]) -> dict[str, str]:
@@ -291,15 +316,21 @@ def _renamed(known: KnownModules, found: Mapping[str, FoundModule]) -> Mapping[s
 
 
 def _check_unserved_targets(
-    known: KnownModules, config: AdapterConfig, found: Mapping[str, FoundModule], layout: BaseLayout
+    known: KnownModules,
+    config: AdapterConfig,
+    found: Mapping[str, FoundModule],
+    others: OtherTensors,
+    layout: BaseLayout,
 ) -> Problems:
     """Refuse targets, or modules trained whole, that match only modules which no adapter changes here and that have no
     tensors: PEFT adapts such a module or refuses it, so the file lacks what was asked for."""
     is_expression = isinstance(config.target_modules, str)
     prefix = model_prefix(layout.layer_prefix)
     prefix = _prefixes(found).get(prefix, prefix)
-    paths = [prefix + tail for tail in known.unserved]
-    matched = targeted(config, [prefix + tail for tail in known.unserved_modules] if is_expression else paths, ())
+    served = known.experts if others.experts else {}  # `ExpertForms.missing` has looked at these
+    paths = [prefix + tail for tail in known.unserved if tail not in served]
+    modules = [prefix + tail for tail in known.unserved_modules if tail not in served]
+    matched = targeted(config, modules if is_expression else paths, ())
     problems: dict[str, str] = {}  # one for each name or expression, of the first module that it stands for
     for path in paths:
         named = [("modules_to_save", name) for name in endings(path) if name in config.modules_to_save][:1]
@@ -308,7 +339,8 @@ def _check_unserved_targets(
         elif path in matched:
             named += [("target_modules", name) for name in endings(path) if name in config.target_modules][:1]
         for field, name in named:
-            problems.setdefault(f"{field} {name!r}", known.why_unknown(path))
+            is_without = field == "target_modules" and tail_of(path) in known.experts
+            problems.setdefault(f"{field} {name!r}", _WITHOUT_TENSORS if is_without else known.why_unknown(path))
     return list(problems.items())
 
 
@@ -335,7 +367,11 @@ def _notes(
     ]
     names = config.target_modules if isinstance(config.target_modules, tuple) else ()
     known_endings = {ending for tail in (*known.by_tail, *_renamed(known, found)) for ending in endings(tail)}
+    of_experts = (f"{entry.path}.{rest}" for entry in others.experts.values() for rest in ("", *entry.sides))
+    known_endings |= {ending for path in of_experts for ending in endings(tail_of(path.strip(".")))}
     unused = [name for name in names if tail_of(name) not in known_endings]
+    ends = {*known.embeddings, *known.heads}
+    untrained = sorted({tail_of(_kind(module)) for module in _untrained(known, config, found) - ends})
     is_ordered = any(entry.has_ordered_ranks for entry in others.experts.values())
     if is_ordered and config.is_of_unsloth and config.has_grouped_experts is None:
         notes.append(
@@ -349,6 +385,8 @@ def _notes(
         notes.append(
             f"It begins at the last place of the tokens {shown} in a prompt; where they are not, the base answers."
         )
+    if untrained:
+        notes.append(f"It says all-linear, and the file has nothing for {', '.join(untrained)[:500]}: the base's stay.")
     if unused:
         notes.append(f"target_modules names nothing in this base model with: {', '.join(unused)[:500]}.")
     return tuple(notes)

@@ -59,6 +59,7 @@ TASK_TYPES = frozenset({None, "CAUSAL_LM", "FEATURE_EXTRACTION", CLASSIFICATION}
 HEADS = ("classifier", "score")
 MAX_LABELS = 4096
 MAX_LABEL_CHARS = 256
+ALL_LINEAR = "all-linear"
 EXPERT_ORDERS = ("rank_major", "grouped_by_expert")
 HARMLESS_INITS = frozenset({"eva", "gaussian", "mica", "orthogonal"})
 KNOWN = frozenset(
@@ -152,6 +153,11 @@ class AdapterConfig:
     needs_head: bool = False
     head_facts: HeadFacts = field(default_factory=lambda: HeadFacts())
     classifier_from_token: tuple[str, ...] = ()
+
+    @property
+    def is_all_linear(self) -> bool:
+        """Whether target_modules is the word that stands for all linear modules of a model's layers."""
+        return isinstance(self.target_modules, str) and self.target_modules.lower() == ALL_LINEAR
 
 
 def parse_config(text: bytes) -> AdapterConfig:

@@ -5,7 +5,8 @@ E experts, hidden width H, their own width I; the base's weights are [E, 2 I, H]
 
     parameters   PEFT from 0.19.1 on: A [E * r, in], expert after expert, and B [out, r * E], rank after rank
     exchanged    PEFT up to 0.19.0 takes inputs for outputs: A [E * r, out] and B [in, r * E]
-    one by one   modules of each expert, gate_proj or w1, up_proj or w3, down_proj or w2: A [r, in], B [out, r]
+    one by one   modules of each expert, gate_proj or w1, up_proj or w3, down_proj or w2, or gate_up_projs and
+                 down_projs of all: A [r, in], B [out, r]
     stacked      A [E, r, in], B [E, out, r]; of either, 1 instead of E where all experts share it
 
 Where a file's gate and up have one A of twice the rank and a B of two blocks, as PEFT converts modules, each gets its
@@ -41,9 +42,12 @@ _MODULES: Mapping[str, Part] = {
 }
 _PARAMETERS: Mapping[str, Part] = {"gate_up_proj": "gate_up", "down_proj": "down"}
 _STACKED: Mapping[str, Part] = {**_MODULES, **_PARAMETERS}
+# Lists of modules, one for each expert: Unsloth's gpt-oss in 4 bits.
+_LISTS: Mapping[str, Part] = {"gate_up_projs": "gate_up", "down_projs": "down"}
 _NESTED = re.compile(r"(?:base_layer(?:\.|$))*")
-_ONE = re.compile(r"(\d{1,6})\.(\w+)")
+_ONE = re.compile(r"(?P<expert>\d{1,6})\.(?P<module>\w+)|(?P<list>\w+)\.(?P<index>\d{1,6})")
 _VERSION = re.compile(r"(\d{1,6})\.(\d{1,6})(?:\.(\d{1,6}))?")
+_WITHOUT_TENSORS = " names it, but the file has no tensors for it"
 # The first version of PEFT that takes inputs for inputs.
 _RIGHT_VERSION = (0, 19, 1)
 # Of weights [experts, in, out] this one alone exchanges the two.
@@ -72,19 +76,36 @@ class FoundExperts:
     def add(self, rest: str, side: str, tensor: Tensor) -> str | None:
         """Returns the reason if it is none of the forms."""
         if _NESTED.fullmatch(rest) is None and rest not in _STACKED:
-            one = _ONE.fullmatch(rest)
-            if one is None or one[2] not in _MODULES:
+            one = _one_of(rest)
+            if one is None:
                 return (
                     "of experts, lora_A and lora_B of gate_up_proj and down_proj are served, or of each expert's "
                     "gate_proj, up_proj and down_proj (w1, w3, w2)"
                 )
-            if int(one[1]) >= self.experts.num:
+            if one[0] >= self.experts.num:
                 return f"this base model has {self.experts.num} experts in a layer"
         sides = self.sides.setdefault(rest, {})
         if side in sides:
             return f"{self.path} already has lora_{side} from tensor {sides[side].name[:200]!r}"
         sides[side] = tensor
         return None
+
+
+def _one_of(rest: str) -> tuple[int, Part] | None:
+    """The expert whose module it is, and the part; None for other names."""
+    match = _ONE.fullmatch(rest)
+    if match is None:
+        return None
+    part = _MODULES.get(match["module"]) if match["list"] is None else _LISTS.get(match["list"])
+    return None if part is None else (int(match["expert"] or match["index"]), part)
+
+
+def _siblings(rest: str) -> dict[str, Part]:
+    """All parts of the experts, or of one, named as `rest` is."""
+    if rest.startswith(tuple(_LISTS)):
+        return {f"{name}.{rest.rpartition('.')[2]}": part for name, part in _LISTS.items()}
+    before, name = rest[: rest.rfind(".") + 1], rest.rpartition(".")[2]
+    return {before + one: part for one, part in _MODULES.items() if one.startswith("w") == name.startswith("w")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +175,9 @@ class ExpertForms:
             elif rest in _STACKED:
                 yield self._stacked(entry, rest, sides)
             else:
-                expert, _, module = rest.partition(".")
-                singles.setdefault(_MODULES[module], {})[int(expert)] = f"{entry.path}.{rest}", sides
+                one = _one_of(rest)
+                assert one is not None, "sorted in by its name"
+                singles.setdefault(one[1], {})[one[0]] = f"{entry.path}.{rest}", sides
         for part, of_part in singles.items():
             yield self._one_by_one(entry, part, of_part)
 
@@ -276,29 +298,30 @@ class ExpertForms:
     def missing(
         self, layout: BaseLayout, found: Sequence[tuple[FoundExperts, _Piece]], bound: Collection[str]
     ) -> Problems:
-        """Parameters of experts that target_parameters names and the file lacks; and, of a file with modules of
-        experts, those modules that target_modules names."""
+        """Parameters of experts that target_parameters names, or target_modules by the experts' module, and the file
+        lacks; and, of a file with modules of experts, those modules that target_modules names."""
+        prefix = next((model_prefix(entry.path) for entry, _ in found), "")
+        modules = [prefix + tail_of(experts.module) for experts in layout.experts]
+        whole = targeted(self._config, modules, ())
         problems = [
-            (path, "target_parameters names it, but the file has no tensors for it")
-            for experts in layout.experts
+            (path, f"{'target_modules' if module in whole else 'target_parameters'}{_WITHOUT_TENSORS}")
+            for experts, module in zip(layout.experts, modules, strict=True)
             for name, projection in (("gate_up_proj", experts.gate_up), ("down_proj", experts.down))
-            if is_targeted_parameter(self._config, path := f"{experts.module}.{name}")
-            and not all(piece.module in bound for piece in self._projections[projection].slices)
+            if is_targeted_parameter(self._config, path := f"{experts.module}.{name}") or module in whole
+            if not all(piece.module in bound for piece in self._projections[projection].slices)
         ]
-        module = next(((entry, piece) for entry, piece in found if not piece.is_parameter), None)
-        if module is None:
+        piece = next(((entry, piece) for entry, piece in found if not piece.is_parameter), None)
+        if piece is None:
             return problems
-        entry, piece = module
-        before, name = piece.path.removeprefix(entry.path).rsplit(".", 1)
-        names = [one for one in _MODULES if one.startswith("w") == name.startswith("w")]
+        names = _siblings(piece[1].path.removeprefix(f"{piece[0].path}."))
         absent = {
-            f"{model_prefix(entry.path)}{tail_of(experts.module)}{before}.{one}"
-            for experts in layout.experts
-            for one in names
-            if f"{experts.module}.{_MODULES[one]}_proj" not in bound
+            f"{module}.{rest}"
+            for experts, module in zip(layout.experts, modules, strict=True)
+            for rest, part in names.items()
+            if not all(f"{experts.module}.{one}_proj" in bound for one in part.split("_"))
         }
         matched = sorted(targeted(self._config, sorted(absent), absent))
-        return problems + [(path, "target_modules names it, but the file has no tensors for it") for path in matched]
+        return problems + [(path, f"target_modules{_WITHOUT_TENSORS}") for path in matched]
 
 
 class _Misfit(Exception):

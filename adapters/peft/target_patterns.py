@@ -24,7 +24,6 @@ EXPRESSION_SECONDS = 0.05
 KEYS_SECONDS = 1.0
 # Of a key with a module: seconds of Python. Modules are many where each expert is one.
 _MOST_COMPARISONS = 1 << 23
-ALL_LINEAR = "all-linear"
 _PLAIN = re.compile(r"[A-Za-z0-9_.]+")
 _CHILD = "adapters.peft.pattern_child"
 
@@ -36,7 +35,7 @@ def targeted(config: AdapterConfig, paths: Sequence[str], linear_paths: Iterable
     """
     paths = [path for path in paths if not _is_saved(config, path)]
     if isinstance(config.target_modules, str):
-        if config.target_modules.lower() == ALL_LINEAR:
+        if config.is_all_linear:
             found = set(paths) & set(linear_paths)
         else:
             found = _full_matches(config.target_modules, paths, "target_modules")

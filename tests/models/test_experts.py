@@ -230,6 +230,16 @@ def stacked_form(deltas: Deltas) -> dict[str, torch.Tensor]:
     }
 
 
+def lists_form(deltas: Deltas) -> dict[str, torch.Tensor]:
+    """As Unsloth's gpt-oss in 4 bits has its experts, in the place of parameters."""
+    lists, tensors = {"base_layer.": "gate_up_projs", "": "down_projs"}, {}
+    for name, tensor in parameters_form(deltas).items():
+        module, _, side = name.removeprefix(f"base_model.model.{EXPERTS}.").rpartition("lora_")
+        of_experts = tensor.unflatten(0, (E, -1)) if side[0] == "A" else tensor.unflatten(1, (-1, E)).permute(2, 0, 1)
+        tensors |= {f"base_model.model.{EXPERTS}.{lists[module]}.{e}.lora_{side}": of_experts[e] for e in range(E)}
+    return tensors
+
+
 OF_PARAMETERS = {
     "target_modules": [],
     "target_parameters": ["gate_up_proj", "down_proj"],
@@ -248,6 +258,17 @@ FORMS: dict[str, tuple[Callable[[Deltas], dict[str, torch.Tensor]], dict[str, An
     "unsloth": (partial(parameters_form, order="o e r"), OF_PARAMETERS | {"lora_B_layout": "grouped_by_expert"}),
     "unsloth-mended": (parameters_form, OF_PARAMETERS | {"lora_B_layout": "rank_major"}),
     "stacked": (stacked_form, OF_MODULES),
+    "tinker": (stacked_form, {"target_modules": "all-linear"}),
+    "prime-rl": (one_by_one_form, {"target_modules": ["experts"]}),
+    "prime-rl-gpt-oss": (parameters_form, OF_PARAMETERS | {"target_modules": ["experts"], "target_parameters": None}),
+    "unsloth-gpt-oss": (
+        lists_form,
+        {
+            "target_modules": r".*\.experts\.(gate_up|down)_projs\.\d+",
+            "rank_pattern": {r"gate_up_projs\.\d+": 2 * R},
+            "alpha_pattern": {r"gate_up_projs\.\d+": 6},
+        },
+    ),
 }
 
 
@@ -266,7 +287,9 @@ def test_all_forms_of_one_training_are_one_adapter(family: str, tmp_path: Path) 
     path, deltas, digests = layout.experts[0].module, random_deltas(), {}
     for form, (write, config) in FORMS.items():
         tensors = {name.replace(EXPERTS, path): tensor for name, tensor in write(deltas).items()}
-        if family in SMALL and (names := config["target_modules"]):  # dense layers have such modules too
+        names = config["target_modules"]
+        # Dense layers have modules of such names too.
+        if family in SMALL and isinstance(names, list) and set(names) - {"experts"}:
             config = config | {"target_modules": rf".*\.experts\.(\d+\.)?({'|'.join(names)})"}
         record, adapter = publish(tmp_path / form, layout, tensors, config)
         for part, (a, b) in deltas.items():
@@ -346,6 +369,49 @@ def test_what_experts_share_is_each_expert_s(tmp_path: Path) -> None:
         torch.testing.assert_close(deltas_of(adapter, part), (1.5 * b @ a).expand(E, -1, -1))
 
 
+def test_lists_of_gpt_oss_are_its_parameters(tmp_path: Path) -> None:
+    """Whose rows of gate and of up take turns."""
+    sizes = {"hidden_size": H, "intermediate_size": W, "num_local_experts": E, "num_experts_per_tok": 2}
+    one_layer = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    layout, deltas = layout_of(config_of("gpt_oss", **sizes, **one_layer)), random_deltas()
+    targets = {"target_modules": r".*_projs\.\d", "rank_pattern": {r"gate_up_projs\.\d": 2 * R}}
+    lists, _ = publish(tmp_path / "lists", layout, lists_form(deltas), targets)
+    parameters, adapter = publish(
+        tmp_path / "parameters", layout, parameters_form(deltas), OF_PARAMETERS | {"alpha_pattern": {}}
+    )
+    assert lists.digest == parameters.digest
+    both = torch.cat((deltas["gate"][1] @ deltas["gate"][0], deltas["up"][1] @ deltas["up"][0]), dim=1)
+    torch.testing.assert_close(deltas_of(adapter, "gate"), 0.75 * both[:, ::2])
+
+
+def test_tinker_s_names_of_gpt_oss_bind(tmp_path: Path) -> None:
+    """Its configurations say all-linear, whatever was trained; PEFT never saves that word."""
+    layout = layout_of(config_of("gpt_oss"))
+    whole = {
+        f"base_model.model.model.layers.{index}.{attention}.{name}.lora_{side}.weight": torch.ones(shape)
+        for attention in ("self_attn", "attn")
+        for index in range(3)
+        for name, width in (("q_proj", 64), ("k_proj", 32), ("v_proj", 32))
+        for side, shape in (("A", (R, 48)), ("B", (width, R)))
+    }
+    theirs = {name: tensor for name, tensor in whole.items() if ".attn." in name}
+    record, _ = publish(tmp_path / "theirs", layout, theirs, {"target_modules": "all-linear"})
+    notes = "has nothing for layers.mlp.router, layers.self_attn.o_proj: the base's stay"
+    assert notes in str(record.manifest.notes)
+    peft = {name: tensor for name, tensor in whole.items() if ".attn." not in name}
+    named = {"target_modules": ["q_proj", "k_proj", "v_proj"]}
+    assert record.digest == publish(tmp_path / "peft", layout, peft, named)[0].digest
+    torn = {name: tensor for name, tensor in theirs.items() if "1.attn.q_proj" not in name}
+    with pytest.raises(BindingError, match=r"model\.layers\.1\.self_attn\.q_proj: target_modules names it"):
+        publish(tmp_path / "torn", layout, torn, {"target_modules": "all-linear"})
+
+
+def test_no_note_says_that_targets_of_experts_are_nothing(tmp_path: Path) -> None:
+    config = {"target_modules": [*PARTS, "gates"]}
+    record, _ = publish(tmp_path, small_layout(), one_by_one_form(random_deltas()), config)
+    assert "target_modules names nothing in this base model with: gates." in record.manifest.notes
+
+
 def test_experts_of_mixed_dtypes_and_one_rank_for_gate_and_up(tmp_path: Path) -> None:
     """Gate and up that share an A keep it; an expert in bfloat16 among others is widened."""
     deltas = random_deltas()
@@ -392,7 +458,35 @@ def refused() -> dict[str, tuple[dict[str, torch.Tensor], dict[str, Any], str]]:
         "alpha-of-one": (
             single,
             OF_MODULES | {"alpha_pattern": {r"experts\.1\.up_proj": 9}},
-            "scales experts of its layer differently",
+            "tells experts of its layer apart",
+        ),
+        "rank-of-one": (
+            single,
+            OF_MODULES | {"rank_pattern": {r"experts\.1\.up_proj": 4}},
+            "tells experts of its layer apart",
+        ),
+        "no-down-of-prime-rl": (
+            {n: t for n, t in single.items() if "down_proj" not in n},
+            {"target_modules": ["experts"]},
+            "target_modules names it, but the file has no tensors for it",
+        ),
+        "no-down-of-lists": (
+            {n: t for n, t in lists_form(random_deltas()).items() if "down" not in n},
+            {"target_modules": [f"{name}_projs.{e}" for name in ("gate_up", "down") for e in range(E)], "r": 2 * R},
+            "target_modules names it, but the file has no tensors for it",
+        ),
+        "too-many-in-a-list": (
+            {n.replace("projs.1", "projs.4"): t for n, t in lists_form(random_deltas()).items()},
+            {"target_modules": r".*_projs\.\d"},
+            "has 3 experts",
+        ),
+        "no-experts": (
+            {
+                f"base_model.model.{LAYER['qwen3_moe']}.self_attn.q_proj.lora_{side}.weight": torch.ones(shape)
+                for side, shape in (("A", (R, H)), ("B", (4 * 16, R)))
+            },
+            {"target_modules": ["experts", "q_proj"]},
+            "target_modules names it, but the file has no tensors for it",
         ),
         "no-down": (
             {n: t for n, t in single.items() if "down_proj" not in n},
