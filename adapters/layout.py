@@ -62,7 +62,6 @@ class Experts:
 
     module, router  e.g. `model.layers.3.mlp.experts` and `model.layers.3.mlp.gate`
     gate_up, down   names of their projections, of kind "experts"
-    binds_router    adapters bind to it
     is_interleaved  trainers hold the weights transposed, [num, in, out], the columns of gate and of up by turns
     """
 
@@ -71,7 +70,6 @@ class Experts:
     num: int
     gate_up: str
     down: str
-    binds_router: bool = True
     is_interleaved: bool = False
 
 
@@ -110,8 +108,8 @@ class BaseLayout:
 
     @property
     def routers(self) -> tuple[str, ...]:
-        """Routers of experts that adapters bind to."""
-        return tuple(one.router for one in self.experts if one.binds_router)
+        """Routers of experts."""
+        return tuple(one.router for one in self.experts)
 
     @property
     def groups(self) -> tuple[Group, ...]:

@@ -84,11 +84,10 @@ def layout_of_spec(spec: ModelSpec) -> BaseLayout:
                 name = prefix + linear.name
                 projections.append(ProjectionSpec(name, index, "experts", "experts", linear.in_features, pieces))
             modules = (layer.mlp.experts, layer.mlp.router, *(linear.name for linear in of_layer))
-            binds_router, is_interleaved = bool(layer.mlp.routers), layer.mlp.interleaved
             module, router, gate_up, down = (prefix + name for name in modules)
-            num = layer.mlp.num_experts
-            experts.append(Experts(module, router, num, gate_up, down, binds_router, is_interleaved))
-            fixed += () if binds_router else (f"{router}.weight",)
+            experts.append(
+                Experts(module, router, layer.mlp.num_experts, gate_up, down, is_interleaved=layer.mlp.interleaved)
+            )
             if (stream := layer.mlp.stream) is not None:
                 fixed += (prefix + stream.router_scale, prefix + stream.expert_scales)
         replaced = {f"{norm}.weight" for norm in layer.mixer.norms}

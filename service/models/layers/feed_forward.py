@@ -6,7 +6,6 @@ x [tokens, hidden_size] is the norm of the residual stream, and `stream` that it
 from __future__ import annotations
 
 import torch
-from torch.nn import functional
 
 from kernels.expert_lora import ops as expert_lora_ops
 from kernels.experts import ops as expert_ops
@@ -15,7 +14,7 @@ from kernels.lora.maps import LoraMaps, LoraStack
 from kernels.rms_norm.ops import rms_norm
 from kernels.swiglu import ops as swiglu_ops
 from service.models.layers.mixers import RmsNorm
-from service.models.layers.projection import Projection, RowSource
+from service.models.layers.projection import RowSource
 from service.models.layers.weights import Weights
 from service.models.spec.model_spec import MlpSpec, ModelSpec, MoeSpec, StreamSpec
 
@@ -78,13 +77,8 @@ class MixtureOfExperts:
 
     def __init__(self, weights: Weights, prefix: str, moe: MoeSpec, spec: ModelSpec) -> None:
         """prefix  before the names of the layer's modules, "model.layers.3." for example"""
-        self._router: Projection | torch.Tensor  # with a correction float32 [num_experts, hidden_size]
-        self._correction: torch.Tensor | None = None
-        if moe.correction is None:
-            self._router = weights.projection(prefix + moe.router)
-        else:
-            self._router = weights.exact(f"{prefix}{moe.router}.weight")
-            self._correction = weights.exact(prefix + moe.correction)
+        self._correction = None if moe.correction is None else weights.exact(prefix + moe.correction)
+        self._router = weights.projection(prefix + moe.router, is_exact=self._correction is not None)
         self._experts = weights.experts(prefix + moe.experts, moe, spec.hidden_size)
         self._stacks: tuple[LoraStack, LoraStack] | None = None
         self._expert_names = [prefix + linear.name for linear in moe.expert_linears(spec.hidden_size)]
@@ -112,9 +106,8 @@ class MixtureOfExperts:
     def warm_up(self) -> None:
         """Compile what steps of any size need here."""
         packed = self._experts
-        router = self._router if isinstance(self._router, torch.Tensor) else self._router.weight.data
         expert_ops.warm_up(packed, self._spec.num_chosen)
-        swiglu_ops.warm_up(packed.size, packed.dtype, router.device, packed.activation)
+        swiglu_ops.warm_up(packed.size, packed.dtype, self._router.weight.data.device, packed.activation)
         if self._stacks is not None:
             expert_lora_ops.warm_up(self._stacks, packed.dtype, packed.num_experts)
         if self._shared is not None:
@@ -144,12 +137,8 @@ class MixtureOfExperts:
         self, of_router: torch.Tensor, x: torch.Tensor, lora: LoraMaps | None, window_rows: int
     ) -> torch.Tensor:
         """The weighted sum of each token's experts of x; of_router decides on these."""
-        if isinstance(self._router, torch.Tensor):
-            logits = functional.linear(of_router.float(), self._router)
-        else:
-            logits = self._router(of_router, lora, window_rows)
         chosen, weights = route(
-            logits,
+            self._router(of_router, lora, window_rows),
             self._spec.num_chosen,
             normalises=self._spec.normalises,
             correction=self._correction,

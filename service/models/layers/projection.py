@@ -80,7 +80,7 @@ class Projection:
         """Bind the weights that adapters have in place of the head, [tables, outputs, inputs]."""
         self._tables = tables
 
-    def rows_behind(self, num_rows: int, num_slices: int) -> torch.Tensor:
+    def rows_behind(self, num_rows: int, num_slices: int) -> torch.Tensor | None:
         """Memory for rows of A behind the weight, which moves there: see `kernels.linear.ops.append_rows`."""
         self.weight, rows = append_rows(self.weight, num_rows, num_slices)
         return rows
@@ -170,6 +170,31 @@ class Projection:
         """Rows of the window that this projection's group has."""
         behind = self.weight.behind
         return 0 if behind is None else min(window_rows, behind.num_rows)
+
+
+class ExactProjection(Projection):
+    """x @ weight.T in float32, whatever the model's dtype, plus the deltas of the step's adapters in that."""
+
+    def rows_behind(self, num_rows: int, num_slices: int) -> torch.Tensor | None:  # noqa: ARG002
+        """None: rows are in the model's dtype."""
+        return None
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        lora: LoraMaps | None,
+        window_rows: int = 0,  # noqa: ARG002
+        memory: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """x [tokens, in] -> fresh float32 [tokens, out]"""
+        assert memory is None, "its product is of another dtype"
+        out = linear(x.float(), self.weight)
+        if lora is None:
+            return out
+        delta = x.new_zeros(out.shape)
+        lora_linear(x, delta, self._rows, lora)
+        out += delta
+        return out if lora.side is None else self._own(x, out, lora.side)
 
 
 class TokenEmbedding:

@@ -12,10 +12,10 @@ import torch
 from adapters.layout import BaseLayout
 from kernels.experts import ops as expert_ops
 from kernels.experts.ops import PackedExperts
-from kernels.linear.ops import PackedWeight, pack_quantised, pack_weight, round_prompts
+from kernels.linear.ops import pack_quantised, pack_weight, round_prompts
 from kernels.linear.quantised import Quantised, dequantise, joined, quantise
 from service.models.checkpoint.checkpoint import TensorSource
-from service.models.layers.projection import Projection
+from service.models.layers.projection import ExactProjection, Projection
 from service.models.spec.model_spec import ModelSpec, MoeSpec
 
 log = logging.getLogger(__name__)
@@ -91,11 +91,14 @@ class Weights:
         Raises ModelError."""
         return self.tensor(f"{name}.weight").squeeze(1).t().contiguous()
 
-    def projection(self, name: str) -> Projection:
-        """The projection that the layout calls `name`, its slices packed into one product, with the biases that it has.
-        Raises ModelError."""
+    def projection(self, name: str, *, is_exact: bool = False) -> Projection:
+        """The projection that the layout calls `name`, its slices packed into one product, with the biases that it has;
+        an exact one has neither these nor several slices. Raises ModelError."""
         spec = self._layout[name]
         modules = [piece.module for piece in spec.slices]
+        if is_exact:
+            weight = self._stored(f"{name}.weight").to(self.device, torch.float32)
+            return self._hold(ExactProjection(name, pack_weight(weight)))
         weights = [self._weight(f"{module}.weight", in_layer=spec.layer >= 0) for module in modules]
         biases = [self._stored(f"{module}.bias") for module in modules if f"{module}.bias" in self._shapes]
         bias = self._join(biases) if biases else None
@@ -109,7 +112,7 @@ class Weights:
             self.num_rounding += packed.rounds_prompts
         self.num_codes += 1
         self.num_held_codes += packed.holds_codes
-        return self._hold(name, packed)
+        return self._hold(Projection(name, packed))
 
     def experts(self, name: str, moe: MoeSpec, hidden_size: int) -> PackedExperts:
         """The experts of a layer, which checkpoints hold one by one, or all in one tensor for gate and up and one for
@@ -228,10 +231,9 @@ class Weights:
         return quantise(weight.to(self.device), self._kind)
 
     def _pack(self, name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> Projection:
-        return self._hold(name, pack_weight(weight, bias))
+        return self._hold(Projection(name, pack_weight(weight, bias)))
 
-    def _hold(self, name: str, weight: PackedWeight) -> Projection:
-        projection = Projection(name, weight)
+    def _hold(self, projection: Projection) -> Projection:
         self.num_bytes += projection.weight.nbytes
         self.projections.append(projection)
         return projection

@@ -89,7 +89,8 @@ class MoeSpec:
     scale        of the weights
     router_inner  module of the router that some trainers have in the place of the router itself
     correction   tensor [num_experts] that is added to the router's probabilities for the choice alone; they are the
-                 sigmoids of logits that are computed in float32. None: a softmax of logits in the model's dtype
+                 sigmoids of logits that are computed in float32, by an exact router. None: a softmax of logits in the
+                 model's dtype
     bias         of the router
     activation   of the experts' gates
     interleaved  experts are stored in one tensor for gate and up, [num_experts, hidden_size, 2 * size], columns of gate
@@ -123,8 +124,8 @@ class MoeSpec:
 
     @property
     def routers(self) -> tuple[str, ...]:
-        """The router of the experts, if adapters bind to it."""
-        return (self.router,) if self.correction is None else ()
+        """The router of the experts."""
+        return (self.router,)
 
     @property
     def packed_tensors(self) -> tuple[str, str]:
@@ -136,18 +137,16 @@ class MoeSpec:
         return (self.num_experts, 2 * self.size, hidden_size), (self.num_experts, hidden_size, self.size)
 
     def linears(self, hidden_size: int) -> tuple[Linear, ...]:
-        """The router, but an exact one; those of the expert of all tokens, and its gate if it has one."""
+        """The router; those of the expert of all tokens, and its gate if it has one."""
         outputs = {self.router: self.num_experts}
         splits = {} if self.router_inner is None else {self.router: {self.router_inner: self.num_experts}}
-        linears: tuple[Linear, ...] = ()
-        if self.correction is None:
-            linears = (Linear(self.router, "mlp", hidden_size, outputs, self.bias, splits),)
+        router = Linear(self.router, "mlp", hidden_size, outputs, self.bias, splits)
         if self.shared is None:
-            return linears
+            return (router,)
         if self.shared_gate is None:
-            return (*linears, *self.shared.linears(hidden_size))
+            return (router, *self.shared.linears(hidden_size))
         gate = Linear(self.shared_gate, "mlp", hidden_size, {self.shared_gate: 1})
-        return (*linears, *self.shared.linears(hidden_size), gate)
+        return (router, *self.shared.linears(hidden_size), gate)
 
     def expert_linears(self, hidden_size: int) -> tuple[Linear, Linear]:
         """Gate and up of all experts; and down."""
@@ -159,13 +158,12 @@ class MoeSpec:
         )
 
     def tensors(self, hidden_size: int, *, is_packed: bool) -> Shapes:
-        """Tensors of checkpoints beside the projections: an exact router's weight and correction, scales of experts,
-        and the experts in `packed_tensors`, or else one by one."""
+        """Tensors of checkpoints beside the projections: the router's correction, scales of experts, and the experts in
+        `packed_tensors`, or else one by one."""
         router: Shapes = {}
         if self.stream is not None:
             router |= {self.stream.router_scale: (hidden_size,), self.stream.expert_scales: (self.num_experts,)}
         if self.correction is not None:
-            router[f"{self.router}.weight"] = (self.num_experts, hidden_size)
             router[self.correction] = (self.num_experts,)
         if self.interleaved:
             biases = (f"{name}_bias" for name in self.packed_tensors)
