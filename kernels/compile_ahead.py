@@ -73,11 +73,18 @@ def can_compile_ahead(device_type: str) -> bool:
 
 
 def asked_for(warm_up: Callable[[], object]) -> list[Variant]:
-    """The variants that the warm-up's launches lack; nothing is compiled or launched."""
-    knobs = importlib.import_module("triton").knobs
+    """The variants that the warm-up's launches lack; nothing is compiled or launched.
+
+    Raises AssertionError where Triton would compile another variant ahead: a constant that is a text, like "int8",
+    becomes the type of that name.
+    """
+    triton = importlib.import_module("triton")
+    knobs, is_type = triton.knobs, triton.language.dtype.is_dtype
     variants: dict[Variant, None] = {}
 
     def note(*, fn: Any, compile: dict[str, Any], **_rest: Any) -> bool:
+        for constant in compile["constants"].values():
+            assert not (isinstance(constant, str) and is_type(constant)), f"{fn.name}: {constant!r} is a type's name"
         variants[Variant(fn.module, fn.name, compile["specialization_data"])] = None
         return True  # Triton takes it for done
 

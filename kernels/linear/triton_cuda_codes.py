@@ -90,7 +90,7 @@ def _code(words, INDEX: tl.constexpr, FORM: tl.constexpr):
     """Code INDEX of each word: an integer, or float8."""
     if FORM == "fp8":
         code = (words >> (8 * INDEX)).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
-    elif FORM == "int8":
+    elif FORM == "i8":
         code = (words >> (8 * INDEX)).to(tl.int8)
     else:
         code = (words >> (4 * INDEX)) & 15
@@ -104,7 +104,7 @@ def _exact(words, zeros, INDEX: tl.constexpr, FORM: tl.constexpr, IS_INTERPRETED
     zeros  [columns] as OFFSETS "zeros" has them; of another form, whatever has the dtype
     """
     dtype: tl.constexpr = zeros.dtype
-    if FORM == "int4":
+    if FORM == "i4":
         if IS_INTERPRETED:
             power = BFLOAT16_POWER if dtype == tl.bfloat16 else FLOAT16_POWER
             zero_points = (zeros.to(tl.float32) + power)[:, None]
@@ -280,7 +280,7 @@ def codes_product(
                         place += group * out_features
                         scale = _scale(scales_ptr + place)
                         part = tl.zeros((BLOCK_OUT, BLOCK_TOKENS), tl.float32)
-                    if FORM == "int4":
+                    if FORM == "i4":
                         zeros = tl.load(offsets_ptr + place)
                 if FORM != "table":
                     values = _exact(words, zeros, index, FORM, IS_INTERPRETED)

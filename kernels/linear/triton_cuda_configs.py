@@ -39,7 +39,8 @@ MIN_BLOCKS = 4
 # Outputs of a program by which the splits are counted.
 SPLIT_OUT = 128
 
-_FORMS = {torch.float8_e4m3fn: "fp8", torch.int8: "int8", torch.uint8: "int4"}
+# Not "int8": a kernel that is compiled ahead would get Triton's type of that name for the constant.
+_FORMS = {torch.float8_e4m3fn: "fp8", torch.int8: "i8", torch.uint8: "i4"}
 # Every type of 16 bits holds it less a code, and with the power of two beside it.
 _MAX_ZERO_POINT = 127
 
@@ -79,7 +80,7 @@ class TiledCodes:
 
     weight  codes int32 [blocks, out, words]: the lowest bits of word w are the code of input w of the block, the next
             those of input words + w, and so on. Scales and offsets [groups, out]; the rest as it was
-    form    of the codes: "fp8", "int8", "int4", or "table", of 4 bits
+    form    of the codes: "fp8", "i8", "i4", or "table", of 4 bits
     zeros   zero points of 4-bit codes instead of offsets, see `_zero_points`
     table   int32 [8]: low bytes of the table's values in the compute dtype, four in a word, then their high bytes
     """
@@ -95,7 +96,7 @@ class TiledCodes:
 
     @property
     def bits(self) -> int:
-        return 8 if self.form in ("fp8", "int8") else 4
+        return 8 if self.form in ("fp8", "i8") else 4
 
     @property
     def offsets(self) -> torch.Tensor | None:

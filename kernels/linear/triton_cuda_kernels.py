@@ -47,7 +47,7 @@ def quantised_linear_kernel(
     blocks_per_split,
     row_blocks_per_split,
     num_splits,
-    FORM: tl.constexpr,  # of the codes: "fp8", "int8", "int4", or "table", of 4 bits
+    FORM: tl.constexpr,  # of the codes: "fp8", "i8", "i4", or "table", of 4 bits
     OFFSETS: tl.constexpr,
     SCALES_PRODUCTS: tl.constexpr,  # of values that x's dtype holds; else values are scaled, and rounded to it
     HAS_BIAS: tl.constexpr,

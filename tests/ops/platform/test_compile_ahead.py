@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def test_a_warm_up_finds_its_kernels_in_the_cache(tmp_path: Path) -> None:
     """In a process of its own, without Triton's interpreter, with the LoRA kernels: other processes compile, this one
-    reads and launches; nothing is read twice, and a second warm-up asks for nothing."""
+    reads and launches; nothing is read twice, and a second warm-up asks for nothing. Constants stay what they are."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests" / "support" / "ops" / "compile_ahead.py")],
@@ -31,9 +31,11 @@ def test_a_warm_up_finds_its_kernels_in_the_cache(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    first, second = json.loads(done.stdout)
+    first, second, quantised = json.loads(done.stdout)
     assert first == {"asked": 4, "compiled here": 0, "read": 4, "launched": True, "variants": 4}
     assert second == {"asked": 0, "compiled here": 0, "read": 4}
+    assert "'int8' is a type's name" in quantised.pop("a type's")
+    assert quantised == dict.fromkeys(("fp8", "i8", "i4", "table"), "asked for")
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "npu"])
