@@ -3,7 +3,8 @@ B [out, num_experts * rank], expert after expert.
 
 E experts, hidden width H, their own width I; the base's weights are [E, 2 I, H] (gate before up) and [E, H, I]:
 
-    parameters   PEFT from 0.19.1 on: A [E * r, in], expert after expert, and B [out, r * E], rank after rank
+    parameters   PEFT from 0.19.1 on: A [E * r, in], expert after expert, and B [out, r * E], rank after rank; as
+                 [E, r, in] and [out, r, E] from Megatron-Bridge for vLLM
     exchanged    PEFT up to 0.19.0 takes inputs for outputs: A [E * r, out] and B [in, r * E]
     one by one   modules of each expert, gate_proj or w1, up_proj or w3, down_proj or w2, or gate_up_projs and
                  down_projs of all: A [r, in], B [out, r]
@@ -84,11 +85,20 @@ class FoundExperts:
                 )
             if one[0] >= self.experts.num:
                 return f"this base model has {self.experts.num} experts in a layer"
+        elif rest not in _STACKED:
+            tensor = self._flat(tensor, side)
         sides = self.sides.setdefault(rest, {})
         if side in sides:
             return f"{self.path} already has lora_{side} from tensor {sides[side].name[:200]!r}"
         sides[side] = tensor
         return None
+
+    def _flat(self, tensor: Tensor, side: str) -> Tensor:
+        """The parameter's tensor with experts and ranks on one axis, as PEFT has it: its elements in their order."""
+        if len(tensor.shape) != 3 or tensor.shape[0 if side == "A" else 2] != self.experts.num:
+            return tensor
+        first, middle, last = tensor.shape
+        return replace(tensor, shape=(first * middle, last) if side == "A" else (first, middle * last))
 
 
 def _one_of(rest: str) -> tuple[int, Part] | None:
@@ -262,14 +272,22 @@ class ExpertForms:
         sides = next(iter(found.values()))[1]
         missing = [str(e) for e in range(entry.experts.num) if e not in found]
         if missing:
-            raise _Misfit(sides["A"].name, f"the file has none of experts {', '.join(missing[:20])} of the layer")
+            raise _Misfit(
+                sides["A"].name,
+                f"the file has none of experts {', '.join(missing[:20])} of the layer; save all of them, with a "
+                "lora_B of zeros where none was trained",
+            )
         rank = sides["A"].shape[0]
         matrices: dict[str, list[Matrix]] = {"A": [], "B": []}
         for e in range(entry.experts.num):
             for side, shape in (("A", (rank, in_features)), ("B", (out_features, rank))):
                 tensor = found[e][1][side]
                 if tensor.shape != shape:
-                    raise _Misfit(tensor.name, f"its shape is {tensor.shape}; rank {rank} of all experts needs {shape}")
+                    raise _Misfit(
+                        tensor.name,
+                        f"its shape is {tensor.shape}; rank {rank} of all experts needs {shape}, since experts of a "
+                        "layer have one rank here",
+                    )
                 matrices[side].append(Matrix(tensor, 0, shape, (shape[1], 1)))
         paths = tuple(path for path, _ in found.values())
         return _Piece(part, paths, rank, tuple(matrices["A"]), tuple(matrices["B"]))

@@ -237,6 +237,14 @@ def lists_form(deltas: Deltas) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def apart_form(deltas: Deltas) -> dict[str, torch.Tensor]:
+    """As Megatron-Bridge stacks parameters for vLLM: experts and ranks have axes of their own."""
+    return {
+        name: tensor.unflatten(0, (E, -1)) if ".lora_A." in name else tensor.unflatten(1, (-1, E))
+        for name, tensor in parameters_form(deltas).items()
+    }
+
+
 OF_PARAMETERS = {
     "target_modules": [],
     "target_parameters": ["gate_up_proj", "down_proj"],
@@ -255,6 +263,7 @@ FORMS: dict[str, tuple[Callable[[Deltas], dict[str, torch.Tensor]], dict[str, An
     "unsloth": (partial(parameters_form, order="o e r"), OF_PARAMETERS | {"lora_B_layout": "grouped_by_expert"}),
     "unsloth-mended": (parameters_form, OF_PARAMETERS | {"lora_B_layout": "rank_major"}),
     "stacked": (stacked_form, OF_MODULES),
+    "megatron": (apart_form, OF_PARAMETERS | {"target_modules": ["base_layer", "experts"], "target_parameters": None}),
     "tinker": (stacked_form, {"target_modules": "all-linear"}),
     "prime-rl": (one_by_one_form, {"target_modules": ["experts"]}),
     "prime-rl-gpt-oss": (parameters_form, OF_PARAMETERS | {"target_modules": ["experts"], "target_parameters": None}),
@@ -436,7 +445,11 @@ def refused() -> dict[str, tuple[dict[str, torch.Tensor], dict[str, Any], str]]:
     square = {outer: torch.ones(E * R, 8), outer.replace("_A", "_B"): torch.ones(8, E * R)}
     of_down = {"target_modules": [], "target_parameters": ["down_proj"]}
     return {
-        "missing-expert": ({n: t for n, t in single.items() if ".1.up_proj" not in n}, OF_MODULES, "none of experts 1"),
+        "missing-expert": (
+            {n: t for n, t in single.items() if ".1.up_proj" not in n},
+            OF_MODULES,
+            "none of experts 1 of the layer; save all",
+        ),
         "missing-b": ({n: t for n, t in single.items() if n != first}, OF_MODULES, "counterpart lora_A is missing"),
         "too-many": (single | {first.replace("0.gate", "3.gate"): single[first] + 1}, OF_MODULES, "has 3 experts"),
         "another-rank": (single | {first: torch.ones(3, H)}, OF_MODULES, "rank 3 of all experts needs"),
