@@ -196,9 +196,8 @@ def _bind_experts(layout: BaseLayout, config: AdapterConfig, others: OtherTensor
     paths = [path for _, piece in pieces for path in piece.paths]
     ranks = pattern_values(list(config.rank_pattern), paths, "rank_pattern")
     alphas = pattern_values(list(config.alpha_pattern), paths, "alpha_pattern")
-    # The experts' module itself is what prime-rl names.
-    possible = [piece.path for _, piece in pieces] + [entry.path for entry, _ in pieces]
-    matched = targeted(config, possible, possible)
+    possible = {path for entry, piece in pieces for names in forms.names(entry, piece) for path in names}
+    matched = targeted(config, sorted(possible), possible)
     slices: dict[str, BoundSlice] = {}
     for entry, piece in pieces:
         settings = {
@@ -215,7 +214,9 @@ def _bind_experts(layout: BaseLayout, config: AdapterConfig, others: OtherTensor
         elif piece.rank != rank:
             reason = f"its tensors have rank {piece.rank} for each expert, and adapter_config.json says {rank}"
             problems.append((piece.path, reason))
-        elif matched.isdisjoint((piece.path, entry.path)) and not is_targeted_parameter(config, piece.path):
+        elif not any(map(matched.issuperset, forms.names(entry, piece))) and not is_targeted_parameter(
+            config, piece.path
+        ):
             where = "target_parameters" if piece.is_parameter else "target_modules"
             problems.append((piece.path, f"the file has tensors for it, but {where} does not name it"))
         else:

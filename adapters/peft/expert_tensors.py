@@ -292,6 +292,13 @@ class ExpertForms:
         paths = tuple(path for path, _ in found.values())
         return _Piece(part, paths, rank, tuple(matrices["A"]), tuple(matrices["B"]))
 
+    def names(self, entry: FoundExperts, piece: _Piece) -> tuple[set[str], ...]:
+        """What the configuration may name to train the piece: all of one of these. It is the piece's own path, the
+        experts' module, as prime-rl has it, or gate and up of one piece for both."""
+        both = {f"{entry.path}.gate_proj", f"{entry.path}.up_proj"}
+        own = {piece.path}, {entry.path}
+        return (*own, both) if piece.part == "gate_up" else own
+
     def bind(self, entry: FoundExperts, piece: _Piece, scaling: float) -> list[BoundSlice]:
         """The slices that the piece covers."""
         experts = entry.experts

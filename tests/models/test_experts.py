@@ -264,6 +264,7 @@ FORMS: dict[str, tuple[Callable[[Deltas], dict[str, torch.Tensor]], dict[str, An
     "unsloth-mended": (parameters_form, OF_PARAMETERS | {"lora_B_layout": "rank_major"}),
     "stacked": (stacked_form, OF_MODULES),
     "megatron": (apart_form, OF_PARAMETERS | {"target_modules": ["base_layer", "experts"], "target_parameters": None}),
+    "megatron-of-modules": (apart_form, OF_PARAMETERS | OF_MODULES | {"target_parameters": None}),
     "tinker": (stacked_form, {"target_modules": "all-linear"}),
     "prime-rl": (one_by_one_form, {"target_modules": ["experts"]}),
     "prime-rl-gpt-oss": (parameters_form, OF_PARAMETERS | {"target_modules": ["experts"], "target_parameters": None}),
