@@ -158,6 +158,47 @@ def test_blocks_of_modelopt_have_scales_of_four_axes(tmp_path: Path) -> None:
     assert torch.equal(weight, expected)
 
 
+PUBLISHED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "format beside checkpoint_format": ("gptq_v2_8bit", {"checkpoint_format": None, "format": "gptq_v2"}, {}),
+    "zero points of auto-round as they are": (
+        "gptq_v2_8bit",
+        {"quant_method": "auto-round", "packing_format": "auto_round:gptqmodel"},
+        {},
+    ),
+    "scales of rounded inputs": ("fp8_tensor", {}, {"q_proj.activation_scale": 1.0, "q_proj.input_scale_ub": 1200.0}),
+    "a scale of the cache": ("fp8_tensor", {}, {"kv_scale": 1.0}),
+    "blocks as a text": ("fp8_blocks", {"weight_block_size": "32x32"}, {}),
+    "channels of modelopt": (
+        "fp8_channels",
+        {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", PUBLISHED)
+def test_further_ways_in_which_tools_write_the_formats(case: str, tmp_path: Path, caplog: Any) -> None:
+    form, fields, scalars = PUBLISHED[case]
+    model_dir = make_quantised(form, "llama", tmp_path, num_hidden_layers=1)
+    config(**fields or {"ignored_layers": ["lm_head"]})(model_dir)
+    stored = load_file(model_dir / "model.safetensors")
+    stored |= {f"model.layers.0.self_attn.{name}": torch.tensor(value) for name, value in scalars.items()}
+    save_file(stored, model_dir / "model.safetensors", {"format": "pt"})
+    assert_parity(model_dir, "cpu")
+    assert "does not use these tensors" not in caplog.text
+
+
+def test_older_checkpoints_of_modelopt_have_the_algorithm_in_a_file_of_their_own(tmp_path: Path) -> None:
+    model_dir = make_quantised("fp8_tensor", "llama", tmp_path, num_hidden_layers=1)
+    config()(model_dir)
+    file = model_dir / "hf_quant_config.json"
+    file.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}))
+    assert_parity(model_dir, "cpu")
+    file.write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
+    with pytest.raises(ModelError, match="has the quant_algo 'NVFP4'; served is FP8"):
+        load_model(model_dir)
+
+
 @pytest.mark.parametrize("shape", [(4, 2, 3), (2,), (2, 2, 2, 2)])
 def test_scales_of_other_axes_are_refused(shape: tuple[int, ...], tmp_path: Path) -> None:
     """(2,) as of gate and up in one module, whose parts may be of any size."""
@@ -495,7 +536,10 @@ REFUSED: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "other-group": ("gptq", config(group_size=16), "one scale for 8 inputs, and config.json gives the group_size 16"),
     "unknown-method": ("awq", config(quant_method="quip"), "quant_method 'quip'; served are fp8, fbgemm_fp8"),
     "unknown-bits": ("gptq", config(bits=3), "has the bits 3; served is 4, 8"),
-    "unknown-version": ("awq", config(version="gemv"), "AWQ of the version 'gemv'; served is gemm"),
+    "unknown-version": ("awq", config(version="gemv"), "has the version 'gemv'; served is gemm"),
+    "unknown-awq-format": ("awq", config(version=None, format="gemv"), "has the version 'gemv'; served is gemm"),
+    "unknown-gptq-format": ("gptq", config(checkpoint_format=None, format="marlin"), "'marlin'; served is gptq"),
+    "rotated-gptq": ("gptq", config(rotation="hadamard"), "has rotated weights"),
     "unknown-format": ("packed", config(format="nvfp4-pack-quantized"), "has the format 'nvfp4-pack-quantized'"),
     "rotated": ("packed", config(transform_config={"config_groups": {"R1": {}}}), "has a transform_config"),
     "sparse": ("packed", config(sparsity_config={"format": "sparse-24-bitmask"}), "has a sparsity_config"),

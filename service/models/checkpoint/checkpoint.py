@@ -278,7 +278,7 @@ def _file_names(model_dir: Path) -> list[str]:
 
 # Rotary frequencies, which some exports carry and nobody needs: they follow from the config. Scales of a cache in 8
 # bits and of rounded activations: neither is rounded here.
-_REDUNDANT = ("rotary_emb.inv_freq", ROPE_FACTORS, ".k_scale", ".v_scale", ".q_scale", ".output_scale")
+_REDUNDANT = ("rotary_emb.inv_freq", ROPE_FACTORS, *(f".{of}_scale" for of in ("k", "v", "kv", "q", "output")))
 _MOST_NAMES = 20
 
 

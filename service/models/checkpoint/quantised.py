@@ -370,7 +370,10 @@ def _read_mxfp4(sizes: Sizes, tensors: Mapping[str, torch.Tensor]) -> Quantised:
 
 _SCALED = ("weight", "weight_scale", "weight_scale_inv", "weight_zero_point", "weight_offset")
 # For rounded activations, which are not rounded here.
-_LEFT = ("input_scale", "input_offset", "deq_scale", "quant_bias", "input_zero_point", "input_global_scale")
+_LEFT = (
+    *("input_scale", "input_offset", "deq_scale", "quant_bias", "input_zero_point", "input_global_scale"),
+    *("activation_scale", "input_scale_ub"),
+)
 _SCALED_KNOWN = (*_SCALED, *_LEFT, "weight_shape")
 _BNB4 = ("weight", "weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map")
 _STATES = tuple(f"weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))

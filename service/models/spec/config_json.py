@@ -54,9 +54,9 @@ _NUMBERS = (
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:
-    """config.json of a checkpoint; end-of-sequence ids that only generation_config.json names are merged in, and the
-    kinds of tensors that msmodelslim's description has, and the first bias of a norm in it. Raises ModelError, also for
-    files of the checkpoint that are Git LFS pointers."""
+    """config.json of a checkpoint; end-of-sequence ids that only generation_config.json names are merged in, and what
+    only files of ModelOpt and msmodelslim say: the algorithm; the kinds of tensors, and the first bias of a norm.
+    Raises ModelError, also for files of the checkpoint that are Git LFS pointers."""
     _refuse_lfs_pointers(model_dir)
     config = _read_json(model_dir / "config.json")
     described = sorted(model_dir.glob("quant_model_description*.json"))
@@ -65,6 +65,10 @@ def read_config(model_dir: Path) -> dict[str, Any]:
         bias = next((tensor for tensor in tensors if tensor.endswith(("norm.bias", "norm.module.bias"))), None)
         kinds = sorted(set(tensors.values()))
         config["quantization_config"] = {"quant_method": "msmodelslim", "kinds": kinds, "norm_bias": bias}
+    if (model_dir / "hf_quant_config.json").is_file() and not config.get("quantization_config"):
+        algorithm = _read_json(model_dir / "hf_quant_config.json").get("quantization")
+        if isinstance(algorithm, dict) and algorithm.get("quant_algo"):
+            config["quantization_config"] = {**algorithm, "quant_method": "modelopt"}
     if (model_dir / "generation_config.json").is_file():
         generation = _read_json(model_dir / "generation_config.json")
         # Models with a vision tower name them beside text_config, which then counts, or only in it.

@@ -28,7 +28,12 @@ KEYS = ("quantization_config", "compression_config")
 # msmodelslim's, whose activations have one scale; the second has scales of tokens for prompts.
 _STATIC_KINDS = ("W8A8", "W8A8_MIX")
 _HELP = "give the directory of the checkpoint that it was made of, in bfloat16, float16 or float32"
-_AUTO_ROUND = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
+# Layout and zero_shift of packing formats.
+_AUTO_ROUND = {
+    "auto_round:auto_gptq": ("gptq", 1),
+    "auto_round:gptqmodel": ("gptq", 0),
+    "auto_round:auto_awq": ("awq", 0),
+}
 _COMPRESSED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense")
 
 
@@ -99,7 +104,7 @@ def _fp8(given: Mapping[str, Any]) -> Quantisation:
 
 
 def _modelopt(given: Mapping[str, Any]) -> Quantisation:
-    _only(given, "quant_algo", ("FP8", "FP8_PB_WO"))
+    _only(given, "quant_algo", ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO"))
     return Quantisation("modelopt", ("fp8",), block=(128, 128) if given["quant_algo"] == "FP8_PB_WO" else None)
 
 
@@ -141,19 +146,19 @@ def _compressed(given: Mapping[str, Any]) -> Quantisation:
 
 def _awq(given: Mapping[str, Any]) -> Quantisation:
     _only(given, "bits", (4,))
-    if str(given.get("version", "gemm")).lower() != "gemm":
-        raise ModelError(
-            f"config.json's quantisation is AWQ of the version {given['version']!r}; served is gemm: {_HELP}"
-        )
+    version = next((given[key] for key in ("version", "format", "checkpoint_format") if given.get(key)), "gemm")
+    _only({"version": str(version).lower()}, "version", ("gemm",))
     return Quantisation("awq", ("awq",), (4,), _group(given))
 
 
 def _gptq(given: Mapping[str, Any]) -> Quantisation:
     _only(given, "bits", (4, 8))
-    _only(given, "checkpoint_format", ("gptq", "gptq_v2", None))
-    if given.get("meta", {}).get("rotation") if isinstance(given.get("meta"), dict) else False:
+    form = given.get("checkpoint_format") or given.get("format")
+    _only({"checkpoint_format": form}, "checkpoint_format", ("gptq", "gptq_v2", None))
+    meta = given.get("meta")
+    if given.get("rotation") or (isinstance(meta, dict) and meta.get("rotation")):
         raise ModelError(f"config.json's quantisation has rotated weights, which are not served: {_HELP}")
-    shift = 0 if given.get("checkpoint_format") == "gptq_v2" else 1
+    shift = 0 if form == "gptq_v2" else 1
     # Rules by module change bits and groups: the tensors say them.
     facts: dict[str, Any] = {"zero_shift": shift, "is_ordered": given.get("desc_act") is True}
     if given.get("dynamic"):
@@ -163,8 +168,8 @@ def _gptq(given: Mapping[str, Any]) -> Quantisation:
 
 def _auto_round(given: Mapping[str, Any]) -> Quantisation:
     _only(given, "packing_format", tuple(_AUTO_ROUND))
-    layout = _AUTO_ROUND[given["packing_format"]]
-    return Quantisation("auto-round", (layout,), zero_shift=1 if layout == "gptq" else 0)
+    layout, shift = _AUTO_ROUND[given["packing_format"]]
+    return Quantisation("auto-round", (layout,), zero_shift=shift)
 
 
 def _bitsandbytes(given: Mapping[str, Any]) -> Quantisation:  # noqa: ARG001
@@ -203,6 +208,8 @@ def _group(given: Mapping[str, Any]) -> int:
 def _pair(value: Any) -> tuple[int, int] | None:
     if value is None:
         return None
+    if isinstance(value, str):  # as compressed-tensors wrote it once: "128x128"
+        value = [int(side) for side in value.split("x") if side.isdecimal()]
     if not isinstance(value, list) or len(value) != 2 or not all(isinstance(n, int) and n > 0 for n in value):
         raise ModelError(
             f"config.json's quantisation must give a block as two positive integers, and has {value!r:.80}"
