@@ -496,6 +496,7 @@ REFUSED: dict[str, tuple[str, Callable[[Path], None], str]] = {
     "cut-codes": ("gptq", tensor(shorter, "qweight"), "neither in 4 nor 8 bits"),
     "float-codes": ("gptq", tensor(lambda codes: codes.float(), "qweight"), "is F32, and must be I32"),
     "groups": ("gptq_act_order", tensor(torch.zeros_like, "g_idx"), "groups that are not of 8 inputs each"),
+    "no-group": ("gptq_act_order", tensor(filled(-1), "g_idx"), "groups that are not of 8 inputs each"),
     "nan": ("awq", tensor(filled(float("nan")), "scales"), "scale is NaN or infinite"),
     "infinite": ("nf4", tensor(filled(float("inf")), "weight.absmax"), "scale is NaN or infinite"),
     "zero": ("fp8_channels", tensor(filled(0.0), "weight_scale"), "scale is 0"),

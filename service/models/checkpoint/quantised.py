@@ -265,7 +265,7 @@ def _integers(
     """(codes - zeros) * scales: codes uint8 [outputs, inputs], scales [outputs, groups], zeros as scales; groups
     [inputs] of inputs where those stand in another order."""
     group, order = codes.shape[1] // scales.shape[1], None
-    if groups is not None and bool((groups >= 0).all()):  # compressed-tensors has -1 where there is no order
+    if groups is not None and bool((groups != -1).any()):  # compressed-tensors has -1 where there is no order
         expected = torch.arange(codes.shape[1]) // group
         order = torch.argsort(groups, stable=True).to(torch.int32)
         if not torch.equal(groups[order.long()].long(), expected):
