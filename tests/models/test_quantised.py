@@ -307,6 +307,17 @@ def test_a_gguf_file_that_cannot_be_served_is_refused_by_a_sentence(tmp_path: Pa
         load_model(model_directory(file, tmp_path / "served"))
 
 
+@pytest.mark.parametrize(("kind", "half"), [("Q4_1", 2), ("Q5_K", 2), ("Q6_K", 208)])
+def test_halves_of_a_gguf_file_s_blocks_that_are_no_numbers_are_refused(kind: str, half: int, tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf", reason="NOT RUN: the package gguf is not installed")
+    file = make_gguf(kind, "llama", tmp_path, num_hidden_layers=1)
+    at = next(one for one in gguf.GGUFReader(file).tensors if one.name == "blk.0.ffn_up.weight").data_offset + half
+    content = file.read_bytes()
+    write(file, content[:at] + b"\x00\x7e" + content[at + 2 :])
+    with pytest.raises(ModelError, match=r"tensor blk.0.ffn_up.weight of .* NaN or infinite"):
+        load_model(model_directory(file, tmp_path / "served"))
+
+
 def write(file: Path, content: bytes) -> Path:
     file.write_bytes(content)
     return file

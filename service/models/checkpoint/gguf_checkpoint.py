@@ -83,7 +83,8 @@ class GgufCheckpoint:
             values = octets.view(_DTYPES[entry.kind]).view(shape)
             return values if order is None else values[order]
         weight = _READERS[entry.kind](octets.view(shape[0], -1, _block_bytes(entry)))
-        if not bool(torch.isfinite(weight.scales).all()):
+        halves = (weight.scales, weight.offsets)
+        if not all(values is None or bool(torch.isfinite(values).all()) for values in halves):
             raise ModelError(f"tensor {stored} of {self._path} has a scale that is NaN or infinite: download it again")
         return weight if order is None else weight.rows(order)
 
