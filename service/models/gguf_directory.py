@@ -13,10 +13,8 @@ from typing import Any
 
 from adapters.files.durable_files import whole_directory
 from service.models.families import PRE_TOKENIZERS, config_of_gguf
-from service.models.gguf_file import LINK, GgufFile, read_gguf
+from service.models.gguf_file import CONTROL_TOKEN, LINK, USER_TOKEN, GgufFile, read_gguf
 from service.models.spec.config_json import ModelError
-
-_CONTROL_TOKEN, _USER_TOKEN = 3, 4
 
 
 def model_directory(path: Path, root: Path) -> Path:
@@ -63,11 +61,11 @@ def _tokenizer(file: GgufFile) -> dict[str, Any]:
         {
             "id": at,
             "content": text,
-            "special": token == _CONTROL_TOKEN,
+            "special": token == CONTROL_TOKEN,
             **dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False),
         }
         for at, (text, token) in enumerate(zip(texts, kinds, strict=True))
-        if token in (_CONTROL_TOKEN, _USER_TOKEN)
+        if token in (CONTROL_TOKEN, USER_TOKEN)
     ]
     pre, bytes_ = PRE_TOKENIZERS[cut], {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     first = {"type": "Digits", "individual_digits": True}

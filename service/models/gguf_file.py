@@ -17,6 +17,8 @@ _STRING, _ARRAY = 8, 9
 _MOST_ITEMS, _MOST_DIMENSIONS = 1 << 24, 4
 # What each wavelength of the rotation is stretched by, float32.
 ROPE_FACTORS, _MOST_FACTORS = "rope_freqs.weight", 1 << 12
+# Types of tokens.
+CONTROL_TOKEN, USER_TOKEN = 3, 4
 # Types of tensors by their ids: name, values in a block, its bytes.
 TYPES = {
     0: ("F32", 1, 4),

@@ -34,7 +34,13 @@ from tests.support.models.quantised_models import (
     make_quantised,
     make_quantised_online,
 )
-from tests.support.models.tiny_models import DEQUANTISED, LINEAR_MODULES, WITH_EXPERTS, make_tiny_model
+from tests.support.models.tiny_models import (
+    DEQUANTISED,
+    LINEAR_MODULES,
+    SPECIAL_TOKENS,
+    WITH_EXPERTS,
+    make_tiny_model,
+)
 
 FIXTURE = Path(__file__).with_name("quantised_fixture.safetensors")
 Q_PROJ = "model.layers.1.self_attn.q_proj"
@@ -316,6 +322,16 @@ def test_halves_of_a_gguf_file_s_blocks_that_are_no_numbers_are_refused(kind: st
     write(file, content[:at] + b"\x00\x7e" + content[at + 2 :])
     with pytest.raises(ModelError, match=r"tensor blk.0.ffn_up.weight of .* NaN or infinite"):
         load_model(model_directory(file, tmp_path / "served"))
+
+
+def test_control_tokens_of_known_names_end_answers_of_a_gguf_file(tmp_path: Path) -> None:
+    """Files name one: of Llama 3 "<|end_of_text|>" at times, with which its chats do not end."""
+    file = make_gguf("F16", "llama", tmp_path, num_hidden_layers=1, eos=5)
+    content, name = file.read_bytes(), b"<|im_end|>"
+    at = SPECIAL_TOKENS.index(name.decode())
+    for text, expected in ((name, [5, at]), (b"<|eot_id|>", [5, at]), (b"<|im_ond|>", [5])):
+        written = write(file, content.replace(struct.pack("<Q", len(name)) + name, struct.pack("<Q", len(name)) + text))
+        assert read_config(model_directory(written, tmp_path / "served"))["eos_token_id"] == expected
 
 
 def write(file: Path, content: bytes) -> Path:

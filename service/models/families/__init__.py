@@ -22,7 +22,7 @@ from service.models.families import (
     qwen,
     qwen3_5,
 )
-from service.models.gguf_file import GgufFile
+from service.models.gguf_file import CONTROL_TOKEN, GgufFile
 from service.models.spec.config_json import ModelError, check_kinds
 from service.models.spec.model_spec import ModelSpec
 from service.models.spec.quantisation import quantisation_of
@@ -120,6 +120,8 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "llama3": _OF_LLAMA_3,
     "qwen2": PreTokenizer(_WORDS % "", normalizer="NFC"),
 }
+# Control tokens that end an answer, as llama.cpp finds them: the file names one of a model's.
+_ENDINGS = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>")
 
 
 def _usual(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,6 +130,14 @@ def _usual(config: Mapping[str, Any]) -> dict[str, Any]:
     absent = ("attention.sliding_window", "attention.scale", "attention.clamp_kqv", "rope.scale_linear", "logit_scale")
     named = {f"{config['model_type']}.{name}": value for name, value in (sizes | dict.fromkeys(absent)).items()}
     return {"split.count": 1, **named}
+
+
+def _endings(file: GgufFile) -> list[int]:
+    """Ids of the tokens that end an answer."""
+    named = (file.facts.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    tokens = zip(file.fact("tokenizer.ggml.tokens"), file.fact("tokenizer.ggml.token_type"), strict=True)
+    found = [at for at, (text, kind) in enumerate(tokens) if kind == CONTROL_TOKEN and text in _ENDINGS]
+    return list(dict.fromkeys((*(token_id for token_id in named if token_id is not None), *found)))
 
 
 def config_of_gguf(file: GgufFile) -> dict[str, Any]:
@@ -159,7 +169,7 @@ def config_of_gguf(file: GgufFile) -> dict[str, Any]:
         "rope_theta": float(file.facts.get(f"{architecture}.rope.freq_base", 10_000.0)),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "bos_token_id": file.facts.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": file.facts.get("tokenizer.ggml.eos_token_id"),
+        "eos_token_id": _endings(file),
         "quantization_config": {"quant_method": "gguf", "has_paired_rows": _ARCHITECTURES[architecture]},
     }
     if file.rope_factors:  # of Llama 3: the same for each length

@@ -351,7 +351,14 @@ _GGUF_NAMES = {
 
 
 def make_gguf(
-    kind: str, family: str, directory: Path, *, pre: str = "smollm", adds_bos: bool | None = None, **overrides: Any
+    kind: str,
+    family: str,
+    directory: Path,
+    *,
+    pre: str = "smollm",
+    adds_bos: bool | None = None,
+    eos: int | None = None,
+    **overrides: Any,
 ) -> Path:
     """Write a tiny model's file by the package gguf, its matrices of the type `kind`, and beside it the dequantised
     twin; returns the file. pre: the pre-tokenizer; adds_bos: None leaves it to that."""
@@ -374,6 +381,8 @@ def make_gguf(
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_bos_token_id(config["bos_token_id"])
+    if eos is not None:
+        writer.add_eos_token_id(eos)
     if adds_bos is not None:
         writer.add_add_bos_token(adds_bos)
     vocab: dict[str, int] = tokenizer["model"]["vocab"]
