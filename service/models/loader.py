@@ -85,6 +85,12 @@ def load_model(
         why = f", {rest} dequantised, since this device has no kernel for their codes" if rest else ""
         log.info("quantised weights: %s%s", held, why)
     quantisation = quantisation_of(read_config(model_dir))
+    if quantisation is not None and weights not in ("auto", "bf16"):
+        log.warning(
+            "--weights %s is for floats: what the checkpoint has in codes keeps these (%s)",
+            weights,
+            quantisation.method,
+        )
     if quantisation is not None and quantisation.static_inputs:
         log.info("the checkpoint's scales of activations are left: these are not rounded, or on NPUs by token")
     if rounds_prompts:

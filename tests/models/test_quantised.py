@@ -104,6 +104,11 @@ def test_a_quantised_checkpoint_may_be_held_in_floats(tmp_path: Path, caplog: py
     assert "quantised weights" not in caplog.text
 
 
+def test_weights_in_codes_are_not_quantised_anew_and_that_is_said(tmp_path: Path, caplog: Any) -> None:
+    assert_parity(make_quantised("awq", "llama", tmp_path), "cpu", weights="nf4")
+    assert "--weights nf4 is for floats: what the checkpoint has in codes keeps these (awq)" in caplog.text
+
+
 @pytest.mark.parametrize(("weights", "dtype"), [("nf4", "bfloat16"), ("auto", "bfloat16"), ("fp8", "float32")])
 def test_prompts_are_rounded_where_weights_are_in_float8_alone(weights: Any, dtype: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"--fp8-activations needs weights in float8.* or with --weights fp8"):
