@@ -179,6 +179,11 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "scales of rounded inputs": ("fp8_tensor", {}, {"q_proj.activation_scale": 1.0, "q_proj.input_scale_ub": 1200.0}),
     "a scale of the cache": ("fp8_tensor", {}, {"kv_scale": 1.0}),
     "blocks as a text": ("fp8_blocks", {"weight_block_size": "32x32"}, {}),
+    "4 bits in 8 of compressed-tensors": (
+        "int8",
+        {"config_groups": {"group_0": {"weights": {"num_bits": 4, "type": "int", "strategy": "channel"}}}},
+        {},
+    ),
     "channels of modelopt": (
         "fp8_channels",
         {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"},

@@ -132,7 +132,8 @@ def _compressed(given: Mapping[str, Any]) -> Quantisation:
                 f"or 8 bits, and float of 8: {_HELP}"
             )
         _only(weights, "strategy", ("tensor", "channel", "group", "block", None))
-        bits.add(int(kind[0]))
+        has_octets = (group.get("format") or given.get("format")) in ("int-quantized", "naive-quantized")
+        bits.add(8 if has_octets else int(kind[0]))
         blocks.add(_pair(weights.get("block_structure")))
         orders.add(str(weights.get("actorder")).lower())
     block = blocks.pop() if len(blocks) == 1 else None
