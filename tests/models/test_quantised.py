@@ -349,6 +349,12 @@ def write(file: Path, content: bytes) -> Path:
     return file
 
 
+def test_a_directory_of_gguf_files_is_answered_by_one_of_their_names(tmp_path: Path) -> None:
+    (tmp_path / "tiny.Q4_K_M.gguf").touch()
+    with pytest.raises(ModelError, match=r"has no config.json: name a GGUF file in it, such as .*/tiny.Q4_K_M.gguf$"):
+        read_config(tmp_path)
+
+
 def test_a_gguf_file_beside_safetensors_is_left(tmp_path: Path) -> None:
     model_dir = make_quantised("fp8_tensor", "llama", tmp_path, num_hidden_layers=1)
     (model_dir / "model.gguf").write_bytes(b"another model")
