@@ -270,7 +270,7 @@ def _write_file(path: Path, entries: list[_Entry]) -> None:
 
 def _copy_others(base_dir: Path, out_dir: Path, is_untied: bool, *, is_dequantised: bool) -> None:
     """Everything of the base's directory that is no weight, with a config.json that is true of the new ones."""
-    left = (".", "quant_") if is_dequantised else (".",)
+    left = (".", "quant_", "quantize_", "hf_quant_") if is_dequantised else (".",)
     for path in sorted(base_dir.iterdir()):
         if path.is_dir() and path.name == TEMPLATES_FOLDER:
             shutil.copytree(path, out_dir / path.name)

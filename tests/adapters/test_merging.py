@@ -172,10 +172,13 @@ def test_templates_and_end_tokens_of_the_adapter_are_the_merged_model_s(
 def test_a_quantised_base_is_refused_by_name_or_written_in_floats(tmp_path: Path, capsys: Any) -> None:
     base = make_quantised("fp8_channels", "llama", tmp_path / "base")
     adapter = make_adapter(base / DEQUANTISED, tmp_path / "adapter", rank=3, target_modules=["q_proj"], seed=2)
+    for name in ("quantize_config.json", "hf_quant_config.json"):  # which loaders would believe
+        (base / name).write_text("{}")
     assert main(["merge", str(base), str(adapter), str(tmp_path / "out")]) == 1
     assert "compressed-tensors" in (told := capsys.readouterr().err) and "--dequantise" in told
     assert main(["merge", str(base), str(adapter), str(tmp_path / "out"), "--dequantise"]) == 0
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    assert not list((tmp_path / "out").glob("*quant*"))
     beside = PeftModel.from_pretrained(load_oracle(base / DEQUANTISED, torch.float32), str(adapter))
     merged = logits(load_oracle(tmp_path / "out", torch.float32))
     torch.testing.assert_close(merged, logits(beside), atol=LOGITS[torch.float32], rtol=0)
