@@ -566,6 +566,13 @@ REFUSED: dict[str, tuple[str, Callable[[Path], None], str]] = {
         tensor(torch.zeros_like, "weight.quant_state.bitsandbytes__nf4"),
         "is no JSON of bitsandbytes",
     ),
+    "deep-json": (
+        "nf4",
+        tensor(lambda _: torch.full((100_000,), ord("["), dtype=torch.uint8), "weight.quant_state.bitsandbytes__nf4"),
+        "is no JSON of bitsandbytes",
+    ),
+    "cut-nested": ("nf4_nested", tensor(shorter, "weight.nested_absmax"), "nested_absmax has another number"),
+    "nan-map": ("nf4", tensor(filled(float("nan")), "weight.quant_map"), "scale is NaN or infinite"),
     "endless-block": (
         "nf4",
         tensor(lambda _: as_json(blocksize=float("inf")), "weight.quant_state.bitsandbytes__nf4"),
@@ -599,6 +606,20 @@ def test_what_cannot_be_read_is_refused_by_a_sentence(case: str, tmp_path: Path)
     with pytest.raises(ModelError) as caught:
         load_model(model_dir)
     assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_nested_block_may_be_longer_than_the_weight(tmp_path: Path) -> None:
+    """No memory is taken by what the file says it is."""
+    model_dir = make_quantised("nf4_nested", "llama", tmp_path, num_hidden_layers=2)
+    plain = load_file(model_dir / DEQUANTISED / "model.safetensors")[f"{Q_PROJ}.weight"]
+
+    def longer(state: torch.Tensor) -> torch.Tensor:
+        fields = json.loads(bytes(state.tolist())) | {"nested_blocksize": 1 << 40}
+        return torch.tensor(list(json.dumps(fields).encode()), dtype=torch.uint8)
+
+    tensor(longer, "weight.quant_state.bitsandbytes__nf4")(model_dir)
+    with open_checkpoint(model_dir) as checkpoint:
+        assert torch.equal(checkpoint.tensor(f"{Q_PROJ}.weight", (96, 48)), plain)
 
 
 @pytest.mark.parametrize("form", ["awq", "gptq", "packed"])

@@ -61,7 +61,7 @@ def check(layout: str, sizes: Sizes) -> None:
 def read(layout: str, sizes: Sizes, tensors: Mapping[str, torch.Tensor]) -> Quantised:
     """The weight of a module whose headers were checked. Raises ModelError for values that cannot be."""
     weight = LAYOUTS[layout].read(sizes, tensors)
-    for values in (weight.scales, weight.offsets):
+    for values in (weight.scales, weight.offsets, weight.table):
         if values is not None and not bool(torch.isfinite(values.float()).all()):
             raise ModelError("a scale is NaN or infinite: download it again")
     if layout not in ("bnb4", "mxfp4") and not bool(weight.scales.all()) and _loses(weight):
@@ -321,15 +321,16 @@ def _read_bnb4(sizes: Sizes, tensors: Mapping[str, torch.Tensor]) -> Quantised:
         block, shape = int(state["blocksize"]), tuple(state["shape"])
         nested = int(state["nested_blocksize"]) if "nested_blocksize" in state else 0
         offset = float(state.get("nested_offset", 0.0))
-    except (ValueError, KeyError, TypeError, OverflowError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise ModelError(f"{suffix} is no JSON of bitsandbytes: {error!r}") from error
     if shape != (sizes.outputs, sizes.inputs) or not 1 <= block <= 4096:
         raise ModelError(f"{suffix} is of a weight of {list(shape)}, and config.json calls for {sizes.size}")
     absmax = tensors["weight.absmax"]
     if "weight.nested_absmax" in tensors:
-        steps = tensors["weight.nested_absmax"].repeat_interleave(max(nested, 1))[: absmax.numel()]
-        if steps.numel() != absmax.numel():
-            raise ModelError("weight.nested_absmax has too few values: download it again")
+        steps = tensors["weight.nested_absmax"]
+        if nested < 1 or steps.numel() != -(-absmax.numel() // nested):
+            raise ModelError(f"weight.nested_absmax has another number of values than for {nested} blocks each")
+        steps = steps[torch.arange(absmax.numel()) // nested]
         absmax = tensors["weight.nested_quant_map"][absmax.long()] * steps + offset
     packed = tensors["weight"].contiguous().view(torch.uint8).reshape(sizes.outputs, sizes.inputs // 2)
     swapped = packed >> 4 | packed << 4  # bitsandbytes has the even input in the high nibble

@@ -225,7 +225,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         gguf = next(iter(sorted(path.parent.glob("*.gguf"))), None)
         end = f": name a GGUF file in it, such as {gguf}" if gguf else ", so it is not a Hugging Face model directory"
         raise ModelError(f"{path.parent} has no {path.name}{end}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
     if not isinstance(value, dict):
         raise ModelError(f"{path} does not hold a JSON object")
