@@ -33,6 +33,7 @@ from tests.support.models.quantised_models import (
     make_mxfp4,
     make_quantised,
     make_quantised_online,
+    packed,
 )
 from tests.support.models.tiny_models import (
     DEQUANTISED,
@@ -606,6 +607,19 @@ def test_what_cannot_be_read_is_refused_by_a_sentence(case: str, tmp_path: Path)
     with pytest.raises(ModelError) as caught:
         load_model(model_dir)
     assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_quantised_embedding_needs_no_dtype_in_the_config(tmp_path: Path) -> None:
+    model_dir = make_quantised("packed", "llama", tmp_path, num_hidden_layers=1)
+    stored, name = load_file(model_dir / "model.safetensors"), "model.embed_tokens"
+    made, values = packed(stored.pop(f"{name}.weight").float() + 0.01)
+    stored |= {f"{name}.{suffix}": part for suffix, part in made.items()}
+    save_file(stored, model_dir / "model.safetensors", {"format": "pt"})
+    fields = json.loads((model_dir / "config.json").read_text())
+    (model_dir / "config.json").write_text(json.dumps({**fields, "dtype": None, "torch_dtype": None}))
+    assert load_model(model_dir).dtype == torch.bfloat16
+    with open_checkpoint(model_dir) as checkpoint:
+        assert torch.equal(checkpoint.tensor(f"{name}.weight", tuple(values.shape)), values)
 
 
 def test_a_nested_block_may_be_longer_than_the_weight(tmp_path: Path) -> None:

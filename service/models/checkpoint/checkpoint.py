@@ -110,7 +110,10 @@ class Checkpoint:
             return quantised.read(layout, sizes, tensors)
 
     def dtype(self, name: str) -> str:
-        """The stored dtype in torch's spelling, or safetensors' where it is none of ours. Raises ModelError."""
+        """The stored dtype in torch's spelling, or safetensors' where it is none of ours; "bfloat16" of a quantised
+        weight. Raises ModelError."""
+        if self._stored(name) is None and self._parts(name):
+            return "bfloat16"
         name, file = self._find(name)
         stored: str = self._files[file].get_slice(name).get_dtype()
         return FLOATS.get(stored, stored)
