@@ -187,7 +187,10 @@ class ExpertForms:
             else:
                 one = _one_of(rest)
                 assert one is not None, "sorted in by its name"
-                singles.setdefault(one[1], {})[one[0]] = f"{entry.path}.{rest}", sides
+                of_part = singles.setdefault(one[1], {})
+                if one[0] in of_part:
+                    raise _Misfit(present.name, f"the file has {of_part[one[0]][0]} too, which is the same weight")
+                of_part[one[0]] = f"{entry.path}.{rest}", sides
         for part, of_part in singles.items():
             yield self._one_by_one(entry, part, of_part)
 

@@ -451,6 +451,12 @@ def refused() -> dict[str, tuple[dict[str, torch.Tensor], dict[str, Any], str]]:
             OF_MODULES,
             "none of experts 1 of the layer; save all",
         ),
+        "twice": (
+            single
+            | {n.replace("0.gate_proj", "00.gate_proj"): t + 1 for n, t in single.items() if ".0.gate_proj" in n},
+            OF_MODULES,
+            "too, which is the same weight",
+        ),
         "missing-b": ({n: t for n, t in single.items() if n != first}, OF_MODULES, "counterpart lora_A is missing"),
         "too-many": (single | {first.replace("0.gate", "3.gate"): single[first] + 1}, OF_MODULES, "has 3 experts"),
         "another-rank": (single | {first: torch.ones(3, H)}, OF_MODULES, "rank 3 of all experts needs"),
