@@ -296,7 +296,7 @@ class ExpertForms:
         return _Piece(part, paths, rank, tuple(matrices["A"]), tuple(matrices["B"]))
 
     def names(self, entry: FoundExperts, piece: _Piece) -> tuple[set[str], ...]:
-        """What the configuration may name to train the piece: all of one of these. It is the piece's own path, the
+        """Sets of names, each of which trains the piece if the configuration has all of it: the piece's own path, the
         experts' module, as prime-rl has it, or gate and up of one piece for both."""
         both = {f"{entry.path}.gate_proj", f"{entry.path}.up_proj"}
         own = {piece.path}, {entry.path}
