@@ -19,10 +19,12 @@ from adapters.memory.host_tier import read_adapter
 from adapters.memory.slab import HostAdapter
 from adapters.row_plan import plan_rows
 from adapters.store.store import AdapterStore
+from kernels.platform import installed
 from service.models.families import model_spec
 from service.models.layouts import layout_of
 from service.models.loader import load_model
 from service.models.spec.config_json import ModelError
+from tests.models.test_lora_parity import windowed
 from tests.models.test_parity import assert_parity
 from tests.support.engine.engine_parity import (
     BASE,
@@ -593,6 +595,16 @@ def test_mixed_batches_equal_peft(world: World) -> None:
         assert_greedy(oracle, request, answers[request.name].tokens)
     first_round = {tuple(answers[request.name].tokens[:8]) for request in requests[: 1 + len(world.adapters)]}
     assert len(first_round) == 1 + len(world.adapters)
+
+
+def test_rows_of_an_exact_router_stand_by_themselves(tmp_path: Path) -> None:
+    """They are in the model's dtype, and the router's weight is in float32."""
+    model_dir = make_tiny_model("glm4_moe", tmp_path, dtype=torch.bfloat16)
+    with installed(windowed("cpu")):
+        model = load_model(model_dir).model
+        assert model.rows_behind("model.layers.1.mlp.gate", 4, 1) is None
+        beside = model.rows_behind("model.layers.1.mlp.shared_experts.down_proj", 4, 1)
+    assert beside is not None and beside.dtype == torch.bfloat16
 
 
 def test_sizes_of_a_published_model_are_read() -> None:
