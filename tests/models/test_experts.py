@@ -132,6 +132,11 @@ def small_layout(width: int = W) -> BaseLayout:
     return layout_of(config_of("qwen3_moe", **sizes, num_hidden_layers=1, mlp_only_layers=[]))
 
 
+def small_gpt_oss(width: int = W) -> BaseLayout:
+    sizes = {"hidden_size": H, "num_local_experts": E, "intermediate_size": width, "num_experts_per_tok": 2}
+    return layout_of(config_of("gpt_oss", **sizes, num_hidden_layers=1, layer_types=["full_attention"]))
+
+
 def publish(
     root: Path, layout: BaseLayout, tensors: dict[str, torch.Tensor], config: dict[str, Any]
 ) -> tuple[AdapterRecord, HostAdapter]:
@@ -158,8 +163,13 @@ def deltas_of(adapter: HostAdapter, part: str, path: str = EXPERTS) -> torch.Ten
     return held.scaling * b.transpose(1, 2) @ a
 
 
-VERSIONS = [f"{version}-{case}" for version in ("0.17.1", "0.18.1", "0.19.0", "0.19.1", "0.21.2")
-            for case in ("odd", "wide", "square")]  # fmt: skip
+VERSIONS = [
+    *(f"{version}-{case}" for version in ("0.17.1", "0.18.1", "0.19.0", "0.19.1", "0.21.2")
+      for case in ("odd", "wide", "square")),
+    # Where down_proj alone tells nothing: inputs and outputs are of one width.
+    *(f"{version}-gpt-oss" for version in ("0.18.1", "0.19.0", "0.19.1", "0.21.2")),
+    *(f"{version}-gpt-oss-4" for version in ("0.19.1", "0.21.2")),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("written", VERSIONS)
@@ -169,11 +179,14 @@ def test_parameters_mean_what_the_peft_that_wrote_them_merges(written: str, tmp_
     directory.mkdir()
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         (directory / name).write_bytes((WRITTEN / written / name).read_bytes())
-    layout = small_layout({"odd": 5, "wide": 4, "square": 8}[written.rpartition("-")[2]])
+    case = written.partition("-")[2]
+    layout = small_gpt_oss(8) if "gpt-oss" in case else small_layout({"odd": 5, "wide": 4, "square": 8}[case])
     record, adapter = published(directory, tmp_path / "store", layout)
-    found = torch.cat((deltas_of(adapter, "gate"), deltas_of(adapter, "up")), dim=1)
-    torch.testing.assert_close(found, expected["gate_up"], atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(deltas_of(adapter, "down"), expected["down"], atol=1e-5, rtol=1e-5)
+    gate, up, down = (deltas_of(adapter, part) for part in WIDTHS)
+    found = torch.stack((gate, up), dim=2).flatten(1, 2) if "gpt-oss" in case else torch.cat((gate, up), dim=1)
+    for part, delta in (("gate_up", found), ("down", down)):
+        wanted = expected[part].transpose(1, 2) if "gpt-oss" in case else expected[part]
+        torch.testing.assert_close(delta, wanted, atol=1e-5, rtol=1e-5)
     assert {one.rank for one in record.manifest.modules} == {R}
     assert record.manifest.rows == {"experts": E * R}
 
@@ -380,9 +393,7 @@ def test_what_experts_share_is_each_expert_s(tmp_path: Path) -> None:
 
 def test_lists_of_gpt_oss_are_its_parameters(tmp_path: Path) -> None:
     """Whose rows of gate and of up take turns."""
-    sizes = {"hidden_size": H, "intermediate_size": W, "num_local_experts": E, "num_experts_per_tok": 2}
-    one_layer = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
-    layout, deltas = layout_of(config_of("gpt_oss", **sizes, **one_layer)), random_deltas()
+    layout, deltas = small_gpt_oss(), random_deltas()
     targets = {"target_modules": r".*_projs\.\d", "rank_pattern": {r"gate_up_projs\.\d": 2 * R}}
     lists, _ = publish(tmp_path / "lists", layout, lists_form(deltas), targets)
     parameters, adapter = publish(

@@ -2,12 +2,13 @@
 them, trained by `target_parameters`; and beside each what PEFT adds to the weights when it merges.
 
     pip install --no-deps --target /tmp/peft-0.18.1 peft==0.18.1
-    PYTHONPATH=/tmp/peft-0.18.1 python tests/models/expert_adapters/write.py
+    PYTHONPATH=/tmp/peft-0.18.1 python tests/models/expert_adapters/write.py [CASE ...]
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import peft
@@ -18,7 +19,7 @@ HERE = Path(__file__).parent
 RANK = 2
 # Experts, hidden width, and their own width; where gate and up together, or the experts alone, are as wide as the
 # hidden states, shapes do not tell inputs from outputs.
-SIZES = {"odd": (3, 8, 5), "wide": (3, 8, 4), "square": (3, 8, 8)}
+SIZES = {"odd": (3, 8, 5), "wide": (3, 8, 4), "square": (3, 8, 8), "gpt-oss": (3, 8, 8), "gpt-oss-4": (3, 8, 8)}
 
 
 class Experts(torch.nn.Module):
@@ -28,6 +29,18 @@ class Experts(torch.nn.Module):
         super().__init__()
         self.gate_up_proj = torch.nn.Parameter(torch.zeros(num, 2 * width, hidden))
         self.down_proj = torch.nn.Parameter(torch.zeros(num, hidden, width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class TransposedExperts(torch.nn.Module):
+    """The experts of a layer of gpt-oss."""
+
+    def __init__(self, num: int, hidden: int, width: int) -> None:
+        super().__init__()
+        self.gate_up_proj = torch.nn.Parameter(torch.zeros(num, hidden, 2 * width))
+        self.down_proj = torch.nn.Parameter(torch.zeros(num, width, hidden))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -47,7 +60,10 @@ def write(name: str, sizes: tuple[int, int, int]) -> None:
     path = "model.layers.0.mlp.experts"
     targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     config = peft.LoraConfig(r=RANK, lora_alpha=3, target_modules=[], target_parameters=targets)
-    model = peft.get_peft_model(nested(path, Experts(*sizes)), config)
+    experts = (TransposedExperts if name.startswith("gpt-oss") else Experts)(*sizes)
+    if name == "gpt-oss":
+        experts.is_transposed = True  # as transformers 5 tells PEFT, and transformers 4 does not
+    model = peft.get_peft_model(nested(path, experts), config)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             if "lora_" in parameter_name:
@@ -66,5 +82,5 @@ def write(name: str, sizes: tuple[int, int, int]) -> None:
 
 
 if __name__ == "__main__":
-    for case, its_sizes in SIZES.items():
-        write(case, its_sizes)
+    for case in sys.argv[1:] or SIZES:
+        write(case, SIZES[case])
