@@ -15,15 +15,17 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import httpx
 
+from service.cli.adapter_files import CONFIG, TENSORS, adapter_files
 from service.cli.client import TIMEOUT_SECONDS, answer_of, headers_of, path_of, sentences, server_url
-from service.cli.upload_client import CONFIG, TENSORS, Multipart, put
+from service.cli.upload_client import Multipart, put
 
 
 class Version(NamedTuple):
@@ -80,7 +82,7 @@ class _Calls:
     ) -> Any:
         """Make the adapter the name's current version; returns it as `Version`.
 
-        adapter     tensors by PEFT's names, a PEFT model, or the path of a directory that PEFT saved
+        adapter     tensors by PEFT's names, a PEFT model, or the path of a directory that PEFT saved, or of an archive
         config      of tensors: a LoraConfig or a dict; of a PEFT model: the name of its adapter, "default" if None
         ephemeral   in the server's memory alone, until it ends
         if_version  number or digest that the name must stand for until then
@@ -92,9 +94,7 @@ class _Calls:
         path = path_of("/v1/adapters", name) + f"?{query}" * bool(query)
 
         def send() -> Version:
-            config_file, tensors_file = _files_of(adapter, config)
-            with config_file, tensors_file:
-                files = [("adapter_config", CONFIG, config_file), ("adapter_model", TENSORS, tensors_file)]
+            with _files_of(adapter, config) as files:
                 body = Multipart({"note": note} if note else {}, files)
                 return answer_of(put(self._url, self._api_key, path, body, headers), _version)
 
@@ -184,10 +184,15 @@ class AsyncClient(_Calls):
         await self.close()
 
 
-def _files_of(adapter: Any, config: Any) -> tuple[Any, Any]:
-    """adapter_config.json and adapter_model.safetensors, open."""
+@contextmanager
+def _files_of(adapter: Any, config: Any) -> Iterator[list[tuple[str, str, BinaryIO]]]:
+    """Part name, file name and open file of each file."""
     if isinstance(adapter, str | Path):
-        return (Path(adapter) / CONFIG).open("rb"), (Path(adapter) / TENSORS).open("rb")
+        if config is not None:
+            raise TypeError("a directory has its own `config`; leave it out")
+        with adapter_files(Path(adapter)) as files:
+            yield files
+            return
     if not isinstance(adapter, Mapping):
         from peft import get_peft_model_state_dict
 
@@ -197,7 +202,8 @@ def _files_of(adapter: Any, config: Any) -> tuple[Any, Any]:
     if config is None:
         raise TypeError("tensors need `config`: a LoraConfig, or the dict of adapter_config.json")
     fields = config if isinstance(config, Mapping) else config.to_dict()
-    return io.BytesIO(json.dumps(fields, default=_plain).encode()), io.BytesIO(_safetensors(adapter))
+    config_file = io.BytesIO(json.dumps(fields, default=_plain).encode())
+    yield [("adapter_config", CONFIG, config_file), ("adapter_model", TENSORS, io.BytesIO(_safetensors(adapter)))]
 
 
 def _safetensors(tensors: Mapping[str, Any]) -> bytes:

@@ -86,10 +86,11 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("service.settings", "service.logs", "service.server_version", "service.fairness"),
     ),
     # A client of a server that runs elsewhere.
-    "service/client.py": ("service.cli.client", "service.cli.upload_client"),
+    "service/client.py": ("service.cli.adapter_files", "service.cli.client", "service.cli.upload_client"),
+    "service/cli/adapter_files.py": ("service.cli.client",),
     "service/cli/client.py": ("service.server_version",),
     "service/cli/chat.py": ("service.cli.client",),
-    "service/cli/commands.py": ("service.cli.client", "service.cli.upload_client"),
+    "service/cli/commands.py": ("service.cli.adapter_files", "service.cli.client", "service.cli.upload_client"),
     "service/cli/upload_client.py": ("service.cli.client", "service.server_version"),
     "service/cli/load_test.py": ("service.cli.client",),
     "service/fairness": (),
@@ -348,10 +349,10 @@ def test_clients_name_the_files_that_the_server_reads() -> None:
 from adapters.files.paths import CONFIG_FILE, TENSOR_FILE
 from adapters.files.safetensors_header import INDEX_NAME
 from adapters.text.side_files import TEMPLATES_FOLDER, role_of
-from service.cli import commands, upload_client
-assert (upload_client.CONFIG, upload_client.TENSORS) == (CONFIG_FILE, TENSOR_FILE)
-assert (commands._INDEX, commands._TEMPLATES) == (INDEX_NAME, TEMPLATES_FOLDER)
-assert "ignored" not in map(role_of, commands._BESIDE)
+from service.cli import adapter_files
+assert (adapter_files.CONFIG, adapter_files.TENSORS) == (CONFIG_FILE, TENSOR_FILE)
+assert (adapter_files._INDEX, adapter_files._TEMPLATES) == (INDEX_NAME, TEMPLATES_FOLDER)
+assert "ignored" not in map(role_of, adapter_files._BESIDE)
 """
     _run(code)
 

@@ -5,57 +5,35 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from service.cli.client import ClientError, Missing, answer_of, connect, pages, path_of, sentences
-from service.cli.upload_client import CONFIG, TENSORS, Multipart, put
+from service.cli.adapter_files import adapter_files, sendable
+from service.cli.client import Missing, answer_of, connect, pages, path_of, sentences
+from service.cli.upload_client import Multipart, put
 
 if TYPE_CHECKING:
     import httpx
 
-_SHARDS, _INDEX = "adapter_model-*-of-*.safetensors", "adapter_model.safetensors.index.json"
-# The file of older versions of PEFT: a pickle, whose reading can run code; `weights_only` keeps to tensors.
-_PICKLE = "adapter_model.bin"
-_MLX = "adapters.safetensors"
-_CONVERT = """\
-import sys, torch
-from safetensors.torch import save_file
-tensors = torch.load(sys.argv[1], map_location="cpu", weights_only=True)
-save_file({name: one.clone().contiguous() for name, one in tensors.items()}, sys.argv[2])
-"""
-# Other files that the server reads: chat templates, end tokens, tokens that the base has not.
-_BESIDE = (
-    *("chat_template.jinja", "chat_template.json", "tokenizer_config.json", "special_tokens_map.json"),
-    *("added_tokens.json", "tokenizer.json", "generation_config.json"),
-)
-_TEMPLATES = "additional_chat_templates"
-_ARCHIVES = (".tar.gz", ".tgz", ".zip")
-
 
 def upload(arguments: argparse.Namespace) -> int:
     """Send a PEFT directory or an archive of one; says what was bound."""
-    with _readable(arguments.path):
-        files = _files_of(arguments.path)
-    own_name = _sendable(arguments.path.resolve())
+    own_name = sendable(arguments.path.resolve())
     name = arguments.name or own_name.removesuffix(".zip").removesuffix(".gz").removesuffix(".tar")
-    path, headers = path_of("/v1/adapters", name), _conditions(arguments)
     said = {part: getattr(arguments, part) for part in ("note", "visibility", "shared_with")}
     data = {part: text for part, text in said.items() if text}
     asked = [f"{one}=true" for one in ("probe", "without_tokenizer", "ephemeral") if getattr(arguments, one)]
     for one in ("on_new_version", "expert_b_order"):
         if getattr(arguments, one) is not None:
             asked.append(f"{one}={getattr(arguments, one)}")
-    path += "?" * bool(asked) + "&".join(asked)
-    with ExitStack() as opened, _readable(arguments.path):
-        parts = [(part, _sendable(file), opened.enter_context(file.open("rb"))) for part, file in files.items()]
+    with adapter_files(arguments.path) as parts:
+        path = path_of("/v1/adapters", name) + "?" * bool(asked) + "&".join(asked)
         body = Multipart(data, parts)
-        bar = opened.enter_context(_Bar(own_name, body.num_bytes))
-        answer = put(arguments.url, arguments.api_key, path, body, headers, bar.advance)
+        with _Bar(own_name, body.num_bytes) as bar:
+            answer = put(arguments.url, arguments.api_key, path, body, _conditions(arguments), bar.advance)
     print(answer_of(answer, lambda report: _bound(report, is_new=answer.status_code == 201)))
-    if unsent := _unsent(arguments.path, files):
+    if unsent := _unsent(arguments.path, {part.partition("/")[0] for part, _, _ in parts}):
         print(f"  Not sent, since no server needs it: {', '.join(unsent)}.")
     return 0
 
@@ -98,11 +76,6 @@ def _conditions(arguments: argparse.Namespace) -> dict[str, str]:
     return {} if arguments.if_version is None else {"If-Match": f'"{arguments.if_version}"'}
 
 
-def _sendable(path: Path) -> str:
-    """The name of a file, with `?` for what is not UTF-8: the server then says which names there are."""
-    return path.name.encode(errors="replace").decode()
-
-
 def _bound(report: Any, *, is_new: bool) -> str:
     """The lines that report an upload."""
     first = (
@@ -112,56 +85,11 @@ def _bound(report: Any, *, is_new: bool) -> str:
     return "\n".join([first, *(f"  {sentence}" for sentence in report["notes"])])
 
 
-@contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    """Turn what the operating system says of the files below `path` into ClientError."""
-    try:
-        yield
-    except OSError as error:
-        raise ClientError(f"{error.filename or path} cannot be read: {error.strerror or error}.") from error
-
-
-def _files_of(path: Path) -> dict[str, Path]:
-    """Part name to file. ClientError if the path is neither a PEFT directory nor an archive."""
-    if path.is_file() and path.name.endswith(_ARCHIVES):
-        return {"archive": path}
-    if not path.exists():
-        raise ClientError(f"There is no {path} on this machine.")
-    if not path.is_dir():
-        raise ClientError(f"{path} is neither a directory nor an archive ({', '.join(_ARCHIVES)}).")
-    if (path / _PICKLE).is_file() and not (path / TENSORS).is_file():
-        import shlex
-
-        command = shlex.join(["python", "-c", _CONVERT, str(path / _PICKLE), str(path / TENSORS)])
-        raise ClientError(
-            f"{path} has its weights in {_PICKLE}, a pickle, which no server takes; make {TENSORS} of it, where torch "
-            f"and safetensors are installed, and upload again:\n{command}"
-        )
-    if (path / _MLX).is_file() and not (path / TENSORS).is_file():
-        raise ClientError(
-            f"{path} has its weights in {_MLX}: an adapter of MLX (mlx_lm.lora), whose tensors have other names and "
-            f"are transposed; convert it to PEFT's form, {TENSORS} (docs/adapters.md)."
-        )
-    shards = sorted(file.name for file in path.glob(_SHARDS)) if not (path / TENSORS).is_file() else []
-    weights = [*shards, _INDEX] if shards else [TENSORS]
-    missing = [name for name in (CONFIG, *weights) if name != _INDEX and not (path / name).is_file()]
-    if missing:
-        # Checkpoints of a trainer, and snapshots of a repository in Hugging Face's cache.
-        below = [str(found.parent) for pattern in ("*", "snapshots/*") for found in path.glob(f"{pattern}/{CONFIG}")]
-        others = f"one of those below it: {', '.join(sorted(below)[:5])}"
-        advice = others if below else "a directory that PEFT's save_pretrained wrote"
-        raise ClientError(f"{path} has no {' and no '.join(missing)}; give {advice}.")
-    templates = sorted(f"{_TEMPLATES}/{file.name}" for file in (path / _TEMPLATES).glob("*.jinja"))
-    # The tensors last: the server hashes them as they come, once it has what the digest covers besides.
-    return {name: path / name for name in (CONFIG, *_BESIDE, *templates, *weights) if (path / name).is_file()}
-
-
-def _unsent(path: Path, files: dict[str, Path]) -> list[str]:
+def _unsent(path: Path, sent: set[str]) -> list[str]:
     """Names in a directory of which nothing was sent, folders with a slash."""
     if not path.is_dir():
         return []
-    sent = {name.partition("/")[0] for name in files}
-    return [_sendable(one) + "/" * one.is_dir() for one in sorted(path.iterdir()) if one.name not in sent]
+    return [sendable(one) + "/" * one.is_dir() for one in sorted(path.iterdir()) if one.name not in sent]
 
 
 def ls(arguments: argparse.Namespace) -> int:

@@ -12,8 +12,6 @@ from urllib.parse import SplitResult, unquote, urlsplit
 
 from service.cli.client import TIMEOUT_SECONDS, ClientError, connect, headers_of, no_server, sentences
 
-# Said here again, since the store's modules take 0.1 s to import; a test compares them.
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _BLOCK_BYTES = 4 << 20
 # Smaller files go with what stands around them in one piece.
 _SMALL_BYTES = 1 << 20

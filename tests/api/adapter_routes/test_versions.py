@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -366,6 +367,20 @@ class TestClient:
             assert server.get(f"/v1/adapters/{name}").json()["ephemeral"]
             with pytest.raises(TypeError, match="config"):
                 client.upload(name, load_numpy(tensors))
+
+    def test_a_directory_goes_with_all_that_the_server_reads(
+        self, server: Server, contents: list[Path], name: str, tmp_path: Path
+    ) -> None:
+        directory = shutil.copytree(contents[0], tmp_path / "adapter")
+        (directory / "chat_template.jinja").write_text("{{ messages[0].content }}")
+        with Client(server.url) as client:
+            client.upload(name, directory)
+            assert server.get(f"/v1/adapters/{name}").json()["has_chat_template"]
+            with pytest.raises(TypeError, match="config"):
+                client.upload(name, directory, {"r": 8})
+            (directory / "adapter_config.json").unlink()
+            with pytest.raises(ClientError, match=r"no adapter_config\.json"):
+                client.upload(name, directory)
 
     def test_answers_say_which_version_made_them(self, server: Server, contents: list[Path], name: str) -> None:
         with Client(server.url) as client:
