@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -22,8 +23,8 @@ from adapters.text.side_files import KEPT_BYTES, Role
 DISK_CHECK_BYTES = 16 << 20
 # Tensors begin to go to disk after so many bytes, while more come.
 _SYNC_BYTES = 4 << 20
-# Pieces of so many bytes are worth a thread's turn.
-_BESIDE_BYTES = 1 << 18
+# Pieces of so many bytes are worth a thread's turn, and so many may wait for it: it goes on without being woken.
+_BESIDE_BYTES, _MOST_BESIDE = 1 << 18, 4
 
 
 class StagingBytes:
@@ -190,10 +191,10 @@ class UploadPart:
         self._num_bytes = self._synced_bytes = 0
         self._steps: Generator[None, bytes | memoryview, None] | None = None
         self._beside: ThreadPoolExecutor | None = None
-        self._taken: Future[None] | None = None
+        self._taken: deque[Future[None]] = deque()
 
     def follow(self, steps: Generator[None, bytes | memoryview, None]) -> None:
-        """Have each piece sent to `steps` once it is written; a large one in a thread, while the next one comes."""
+        """Have each piece sent to `steps` once it is written; large ones in a thread, while the next ones come."""
         next(steps, None)
         self._steps = steps
 
@@ -215,12 +216,13 @@ class UploadPart:
                     begin_sync(self._file.fileno(), self._synced_bytes, self._num_bytes - self._synced_bytes)
                     self._synced_bytes = self._num_bytes
         if self._steps is not None:
-            self._settle()
             if len(data) < _BESIDE_BYTES:
+                self._settle()
                 self._take(data)
             else:
+                self._settle(_MOST_BESIDE - 1)
                 self._beside = self._beside or ThreadPoolExecutor(1, "upload-digest")
-                self._taken = self._beside.submit(self._take, data)
+                self._taken.append(self._beside.submit(self._take, data))
         return len(data)
 
     def _take(self, data: bytes | memoryview) -> None:
@@ -228,11 +230,10 @@ class UploadPart:
         with suppress(StopIteration):
             self._steps.send(data)
 
-    def _settle(self) -> None:
-        """Wait for the thread. Raises what it has raised."""
-        taken, self._taken = self._taken, None
-        if taken is not None:
-            taken.result()
+    def _settle(self, most: int = 0) -> None:
+        """Wait until at most so many pieces wait for the thread. Raises what it has raised."""
+        while len(self._taken) > most:
+            self._taken.popleft().result()
 
     def flush(self) -> None:
         """Have what was written be in the file, for others to read."""

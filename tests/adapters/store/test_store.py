@@ -9,8 +9,8 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from itertools import count, permutations
 from pathlib import Path
@@ -1469,6 +1469,31 @@ def test_tensors_are_read_while_they_come_and_not_again(
         _send(upload, parts, chunk_bytes)
         monkeypatch.setattr(canonical_file, "read_chunks", None)
         assert upload.finish("again")[0].digest == record.digest
+
+
+def test_pieces_are_written_while_others_wait_to_be_read(tmp_path: Path) -> None:
+    may_read, read = threading.Event(), []
+
+    def steps() -> Generator[None, bytes | memoryview, None]:
+        while True:
+            piece = yield
+            assert may_read.wait(LIMIT_SECONDS)
+            read.append(piece[0])
+
+    budget = upload_module.Budget(tmp_path, StoreLimits(), upload_module.HeldBytes(None, ""))
+    pieces = [bytes([number]) * upload_module._BESIDE_BYTES for number in range(9)]
+    with upload_module.UploadPart(tmp_path / "part", "tensors", budget) as part, ThreadPoolExecutor(1) as writer:
+        part.follow(steps())
+        try:
+            written = writer.submit(lambda: [part.write(piece) for piece in pieces[:4]])
+            wait([written], LIMIT_SECONDS / 2)
+            assert written.done()
+        finally:
+            may_read.set()
+        for piece in pieces[4:]:
+            part.write(piece)
+        part.write(b"\xff")
+    assert bytes(read) == bytes([*range(9), 0xFF])
 
 
 def test_the_digest_is_the_same_in_whatever_order_the_files_come(store: AdapterStore) -> None:
