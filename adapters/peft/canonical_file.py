@@ -14,7 +14,7 @@ from pathlib import Path
 from adapters.errors import Malformed
 from adapters.files.durable_files import synced_beside
 from adapters.files.paths import DEFAULT_TEMPLATE, EMBEDDING_SIDES, LINEAR_SIDES, stored_name
-from adapters.files.safetensors_header import CHUNK_BYTES, ELEMENT_BYTES, Tensor, header_bytes, read_chunks
+from adapters.files.safetensors_header import ELEMENT_BYTES, Tensor, header_bytes, read_chunks
 from adapters.peft.block_tensors import chunks, origin
 from adapters.peft.bound_tensors import LORA_BIAS, MAGNITUDE, TOKENS, Binding, BoundExtra, BoundSlice
 from adapters.text.tokenizer_files import AdapterText
@@ -102,7 +102,7 @@ class Scan:
         rest = memoryview(data)
         while rest and self._tensors:
             tensor = self._tensors[0]
-            piece = rest[: min(CHUNK_BYTES, tensor.num_bytes - self._taken_bytes)]
+            piece = rest[: tensor.num_bytes - self._taken_bytes]
             rest = rest[len(piece) :]
             self._look_at(tensor, piece)
             self.hash.update(piece)
