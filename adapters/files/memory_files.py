@@ -73,7 +73,8 @@ class MemoryFiles:
                 return
             descriptor, owner, keep_bytes = found
             self._shares.release(owner, 1)
-        os.close(descriptor)
+        # Frees the memory, 10 ms for 84 MB, for which the answer to an upload that drops an old version need not wait.
+        threading.Thread(target=os.close, args=(descriptor,), name="free-memory").start()
         self.settle(keep_bytes)
 
 

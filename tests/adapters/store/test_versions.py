@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ from tests.support.adapter_files import (
     small_layout,
     upload_bytes,
 )
+from tests.support.limits import LIMIT_SECONDS
 
 LAYOUT = small_layout()
 
@@ -375,7 +377,10 @@ def tensors_of(seed: int) -> bytes:
 
 
 def memory_files() -> int:
-    """Files in memory that this process has open."""
+    """Files in memory that this process has open, beside those that threads are about to close."""
+    for thread in threading.enumerate():
+        if thread.name == "free-memory":
+            thread.join()
     links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
     return sum("multilora-adapter" in str(link.readlink()) for link in links)
 
@@ -419,6 +424,27 @@ def test_the_last_ephemeral_versions_stay_and_those_that_requests_use(tmp_path: 
         assert memory_files() == store.num_on_disk() == 0
         assert store._ephemeral_bytes is not None
         assert store._ephemeral_bytes.num_bytes == 0
+
+
+def test_no_upload_waits_until_the_memory_of_an_old_version_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close, may_close = os.close, threading.Event()
+
+    def close_late(descriptor: int) -> None:
+        if "multilora-adapter" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            assert may_close.wait(LIMIT_SECONDS)
+        close(descriptor)
+
+    with closing(opened(tmp_path, max_ephemeral_bytes=EPHEMERAL)) as store, ThreadPoolExecutor(1) as uploads:
+        monkeypatch.setattr(os, "close", close_late)
+        try:
+            done = uploads.submit(lambda: [put_ephemeral(store, "policy", seed) for seed in range(1, 6)])
+            wait([done], LIMIT_SECONDS / 2)
+            assert done.done()
+        finally:
+            may_close.set()
+        assert memory_files() == 4
 
 
 @pytest.mark.parametrize("seed", [1, 2])
