@@ -80,14 +80,20 @@ def pack_weight(weight: torch.Tensor, bias: torch.Tensor | None = None) -> Packe
     return _module(implementation).pack_weight(weight, bias)
 
 
-def pack_quantised(weight: Quantised, bias: torch.Tensor | None, dtype: torch.dtype) -> PackedWeight:
+def pack_quantised(
+    weight: Quantised, bias: torch.Tensor | None, dtype: torch.dtype, *, saves_memory: bool = False
+) -> PackedWeight:
     """Pack a quantised weight and its bias [out_features] of `dtype`, the dtype of inputs and outputs; where the device
-    has no kernel for its codes, dequantised. Keeps the weight's tensors, or copies."""
+    has no kernel for its codes, dequantised. Keeps the weight's tensors, or copies.
+
+    saves_memory  a kernel counts too that is slower than the product of the dequantised weight
+    """
     assert bias is None or (bias.shape == weight.codes.shape[:1] and bias.dtype == dtype), "bias does not fit"
     module = _module(in_use(weight.codes.device).implementations["linear"])
-    packed: PackedWeight | None = (
-        module.pack_quantised(weight, bias, dtype) if hasattr(module, "pack_quantised") else None
-    )
+    pack = getattr(module, "pack_quantised", None)
+    if pack is None and saves_memory:
+        pack = getattr(module, "pack_small", None)
+    packed: PackedWeight | None = None if pack is None else pack(weight, bias, dtype)
     return packed or pack_weight(dequantise(weight, dtype), bias)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,10 +20,12 @@ from service.models.layers.weights import Weights, WeightsKind
 from service.models.layouts import layout_in
 from service.models.spec.config_json import ModelError, read_config
 from service.models.spec.model_spec import ModelSpec
-from service.models.spec.quantisation import quantisation_of
+from service.models.spec.quantisation import Quantisation, quantisation_of
 
 log = logging.getLogger(__name__)
 
+# The part of a CPU's free memory that weights may take in floats.
+_FLOATS_SHARE = 0.75
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -50,6 +53,7 @@ def load_model(
     device: str = "cpu",
     rounds_prompts: bool = False,
     open_tensors: OpenTensors = open_checkpoint,
+    free_bytes: int | None = None,
 ) -> LoadedModel:
     """Load the checkpoint in `model_dir`. Raises ModelError with one sentence that names what is wrong with it.
 
@@ -58,6 +62,7 @@ def load_model(
     rounds_prompts
                   products of prompts round inputs to float8 where weights are: `kernels.linear.ops.round_prompts`
     open_tensors  gives the tensors; config.json is read from `model_dir` in any case
+    free_bytes    of a CPU; where floats take too much of it, codes are held though they are slower; None: enough
     """
     started = time.monotonic()
     spec = model_spec(read_config(model_dir))
@@ -67,7 +72,14 @@ def load_model(
         found = compare(spec, checkpoint)
         _refuse(found.faults)
         loading = Weights(
-            checkpoint, spec, layout, compute_dtype, torch.device(device), weights, rounds_prompts=rounds_prompts
+            checkpoint,
+            spec,
+            layout,
+            compute_dtype,
+            torch.device(device),
+            weights,
+            rounds_prompts=rounds_prompts,
+            saves_memory=_is_short(spec, checkpoint, compute_dtype, free_bytes),
         )
         model = Decoder(loading, spec)
     trim_heap()
@@ -79,20 +91,7 @@ def load_model(
         log.warning("%s", found.warning)
     seconds = time.monotonic() - started
     log.info("loaded %s: %.1f MiB of weights in %.2f s", spec.model_type, loading.num_bytes / 2**20, seconds)
-    if loading.num_codes:
-        held = f"{loading.num_held_codes} in their codes"
-        rest = loading.num_codes - loading.num_held_codes
-        why = f", {rest} dequantised, since this device has no kernel for their codes" if rest else ""
-        log.info("quantised weights: %s%s", held, why)
-    quantisation = quantisation_of(read_config(model_dir))
-    if quantisation is not None and weights not in ("auto", "bf16"):
-        log.warning(
-            "--weights %s is for floats: what the checkpoint has in codes keeps these (%s)",
-            weights,
-            quantisation.method,
-        )
-    if quantisation is not None and quantisation.static_inputs:
-        log.info("the checkpoint's scales of activations are left: these are not rounded, or on NPUs by token")
+    _say_codes(loading, quantisation_of(read_config(model_dir)), weights)
     if rounds_prompts:
         _say_rounding(loading)
     return LoadedModel(model, spec, layout, compute_dtype, torch.device(device), loading.num_bytes)
@@ -115,6 +114,33 @@ def choose_dtype(wanted: str, device: str, spec: ModelSpec, checkpoint: TensorSo
     if stored == "bfloat16" and not has_bfloat16:
         return torch.float16, "since this NPU does not compute in the checkpoint's bfloat16"
     return _DTYPES[stored], "the checkpoint's dtype"
+
+
+def _is_short(spec: ModelSpec, checkpoint: TensorSource, dtype: torch.dtype, free_bytes: int | None) -> bool:
+    """Whether floats on a CPU would leave caches and adapters less than a quarter of the free memory."""
+    if free_bytes is None:
+        return False
+    held = dtype if dtype == torch.bfloat16 and in_use(torch.device("cpu")).native_bfloat16 else torch.float32
+    values = sum(math.prod(shape) for shape in spec.tensors(checkpoint).values())
+    return values * held.itemsize > free_bytes * _FLOATS_SHARE
+
+
+def _say_codes(loading: Weights, quantisation: Quantisation | None, weights: WeightsKind) -> None:
+    rest = loading.num_codes - loading.num_held_codes
+    if loading.num_codes:
+        why = f", {rest} dequantised, since this device has no kernel for their codes" if rest else ""
+        if loading.saves_memory:
+            why += "; floats would take most of the free memory"
+        log.info("quantised weights: %d in their codes%s", loading.num_held_codes, why)
+    if rest and loading.saves_memory and loading.dtype != torch.bfloat16:
+        log.warning("--dtype bfloat16 would hold weights of 4-bit integers in their codes, in an eighth of the memory")
+    if quantisation is None:
+        return
+    if weights not in ("auto", "bf16"):
+        method = quantisation.method
+        log.warning("--weights %s is for floats: what the checkpoint has in codes keeps these (%s)", weights, method)
+    if quantisation.static_inputs:
+        log.info("the checkpoint's scales of activations are left: these are not rounded, or on NPUs by token")
 
 
 def _say_rounding(loading: Weights) -> None:

@@ -43,12 +43,14 @@ def assert_parity(
     *,
     family: str | None = None,
     weights: WeightsKind = "auto",
+    free_bytes: int | None = None,
 ) -> None:
     """All tokens of prompts of several lengths, run as one step, against each prompt alone in transformers.
 
     family  whose tolerances hold; None: the model_type's
     """
-    loaded = load_model(model_dir, dtype=str(dtype).removeprefix("torch."), weights=weights, device=device)
+    dtype_name = str(dtype).removeprefix("torch.")
+    loaded = load_model(model_dir, dtype=dtype_name, weights=weights, device=device, free_bytes=free_bytes)
     prompts = [prompt(length) for length in LENGTHS]
     driver = HandDriver(loaded)
     logits = driver.step([(driver.sequence(), tokens) for tokens in prompts], all_logits=True)

@@ -42,6 +42,7 @@ from tests.support.models.tiny_models import (
     WITH_EXPERTS,
     make_tiny_model,
 )
+from tests.tolerances import LOGITS
 
 FIXTURE = Path(__file__).with_name("quantised_fixture.safetensors")
 Q_PROJ = "model.layers.1.self_attn.q_proj"
@@ -103,6 +104,21 @@ def test_a_quantised_checkpoint_may_be_held_in_floats(tmp_path: Path, caplog: py
     with caplog.at_level("INFO"):
         assert_parity(model_dir, "cpu", weights="bf16")
     assert "quantised weights" not in caplog.text
+
+
+def test_a_cpu_holds_codes_of_4_bits_where_floats_would_take_its_memory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = make_gguf("Q4_K", "qwen2", tmp_path, num_hidden_layers=2)
+    model_dir = model_directory(file, tmp_path / "served")
+    (model_dir / DEQUANTISED).symlink_to(tmp_path / DEQUANTISED)
+    with caplog.at_level("INFO"):
+        assert_parity(model_dir, "cpu", torch.bfloat16, free_bytes=1 << 20)
+        assert "quantised weights: 8 in their codes; floats would take most of the free memory" in caplog.text
+        enough, little = (load_model(model_dir, free_bytes=free) for free in (1 << 30, 1 << 20))
+        assert little.num_weight_bytes < 0.65 * enough.num_weight_bytes
+        load_model(model_dir, dtype="float32", free_bytes=1 << 20)
+    assert "--dtype bfloat16 would hold weights of 4-bit integers in their codes" in caplog.text
 
 
 def test_weights_in_codes_are_not_quantised_anew_and_that_is_said(tmp_path: Path, caplog: Any) -> None:
@@ -385,6 +401,26 @@ def test_adapters_of_all_kinds_answer_as_peft_on_the_dequantised_weights(form: s
     answers, oracle = answers_of(world, requests, side_bytes=8 << 20, weights=kind or "auto"), Oracle(world)
     for request in requests:
         assert_greedy(oracle, request, answers[request.name].tokens)
+
+
+def test_adapters_on_codes_that_a_cpu_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In bfloat16, in which near tokens may change places."""
+    monkeypatch.setattr("service.models.loader._FLOATS_SHARE", 0.0)
+    monkeypatch.setattr("tests.support.models.quantised_models.GROUP", 32)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
+    make_model = partial(make_quantised, "packed", **sizes)
+    world = make_world("llama", tmp_path, "cpu", dtype=torch.bfloat16, specs=KINDS, make_model=make_model)
+    requests = make_requests(world, 12)
+    with caplog.at_level("INFO"):
+        answers, oracle = answers_of(world, requests, side_bytes=8 << 20), Oracle(world)
+    assert "12 in their codes; floats would take" in caplog.text
+    for request in requests:
+        tokens = answers[request.name].tokens
+        logits = oracle.logits(request.adapter, [*request.prompt, *tokens])[len(request.prompt) - 1 : -1]
+        behind = logits.amax(-1) - logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        assert behind.max() <= LOGITS[torch.bfloat16], (request.name, behind)
 
 
 @pytest.mark.wide

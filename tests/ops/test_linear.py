@@ -63,6 +63,45 @@ def test_takes_a_slice_of_wider_rows() -> None:
     torch.testing.assert_close(out.double(), expected_product(x, weight, None), atol=1e-5, rtol=1e-5)
 
 
+# Inputs of a group, offsets, order of the inputs.
+SMALL = {"groups": (32, True, False), "rows": (512, True, False), "symmetric": (128, False, False)}
+SMALL |= {"ordered": (64, True, True), "minima": (32, None, False)}
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("out_features", [16, 1072])
+def test_codes_of_4_bits_may_be_held_on_a_cpu(name: str, out_features: int) -> None:
+    """Scales and zero points are rounded to bfloat16, and each token's product is the same in every step."""
+    group, has_zeros, has_order = SMALL[name]
+    generator, inputs = torch.Generator().manual_seed(0), 512
+    codes = torch.randint(0, 256, (out_features, inputs // 2), generator=generator, dtype=torch.uint8)
+    scales = torch.rand(out_features, inputs // group, generator=generator) * inputs**-0.5 / 8
+    zeros = torch.randint(0, 16, scales.shape, generator=generator) * scales
+    offsets = -zeros if has_zeros else -8 * scales if has_zeros is False else -torch.rand_like(scales) / 8
+    order = torch.randperm(inputs, generator=generator).int() if has_order else None
+    weight = Quantised(codes, scales, offsets, None, group, order)
+    bias = torch.randn(out_features, generator=generator).bfloat16()
+    packed = ops.pack_quantised(weight, bias, torch.bfloat16, saves_memory=True)
+    assert packed.holds_codes and packed.nbytes < out_features * inputs * 0.65 + 4 * inputs
+    values, (atol, rtol) = dequantise(weight, torch.bfloat16), OP[torch.bfloat16]
+    x = torch.randn(33, inputs + 8, generator=generator).bfloat16()[:, 8:]
+    out = linear(x, packed)
+    torch.testing.assert_close(out.double(), expected_product(x, values, bias), atol=atol, rtol=rtol)
+    assert torch.equal(linear(x[4:5], packed), out[4:5]) and linear(x[:0], packed).shape == (0, out_features)
+    written = torch.empty_like(out)
+    assert linear(x, packed, out=written) is written and torch.equal(written, out)
+
+
+def test_only_what_is_small_and_asked_for_is_held_in_codes_on_a_cpu() -> None:
+    weight = Quantised(torch.zeros(16, 32, dtype=torch.uint8), torch.ones(16, 1), None, None, 64, None)
+    assert ops.pack_quantised(weight, None, torch.bfloat16, saves_memory=True).holds_codes
+    others = [replace(weight, table=torch.zeros(16)), weight.rows(slice(8)), replace(weight, group=16)]
+    others[2] = replace(others[2], scales=torch.ones(16, 4))
+    assert not any(ops.pack_quantised(one, None, torch.bfloat16, saves_memory=True).holds_codes for one in others)
+    assert not ops.pack_quantised(weight, None, torch.float32, saves_memory=True).holds_codes
+    assert not ops.pack_quantised(weight, None, torch.bfloat16).holds_codes
+
+
 def test_refuses_what_does_not_fit() -> None:
     packed = pack_weight(torch.randn(4, 3))
     with pytest.raises(AssertionError, match="fit"):

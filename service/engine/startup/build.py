@@ -142,6 +142,7 @@ def build_engine(
             device=device,
             rounds_prompts=options.fp8_activations,
             open_tensors=open_tensors,
+            free_bytes=free_bytes(device) if device == "cpu" else None,
         )
         return loaded, adapters or _host_tier(expected, loaded)
 

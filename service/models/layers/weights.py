@@ -31,6 +31,7 @@ class Weights:
     num_codes, num_held_codes
                  projections and layers of experts whose weights are quantised, and those of them that are held so
     num_rounding projections whose products of prompts round their inputs
+    saves_memory see `kernels.linear.ops.pack_quantised`
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Weights:
         kind: WeightsKind = "auto",
         *,
         rounds_prompts: bool = False,
+        saves_memory: bool = False,
     ) -> None:
         """
         spec    shapes of the tensors
@@ -60,7 +62,7 @@ class Weights:
         self.projections: list[Projection] = []
         self.num_codes = self.num_held_codes = self.num_rounding = 0
         self._kind = kind
-        self._rounds_prompts = rounds_prompts
+        self._rounds_prompts, self.saves_memory = rounds_prompts, saves_memory
         self._routers = {
             f"{spec.layer_prefix}{index}.{router}.weight"
             for index, layer in enumerate(spec.layers)
@@ -106,7 +108,7 @@ class Weights:
         if codes is None or codes.out_features != sum(piece.out_features for piece in spec.slices):
             floats = [dequantise(w, self.dtype) if isinstance(w, Quantised) else w for w in weights]
             return self._pack(name, self._join(floats), bias)
-        packed = pack_quantised(codes.to(self.device), bias, self.dtype)
+        packed = pack_quantised(codes.to(self.device), bias, self.dtype, saves_memory=self.saves_memory)
         if self._rounds_prompts:
             packed = round_prompts(packed)
             self.num_rounding += packed.rounds_prompts
