@@ -135,12 +135,8 @@ def prepare(pieces: RowPieces, sources: tuple[torch.Tensor, ...]) -> None:
     device = pieces.pieces[0].target.device
     left = iter(sources)
     fields = [_fields(one, next(left) if one.rank else None) for one in pieces.pieces]
-    programs = [_programs(at, one, fields[at][5]) for at, one in enumerate(pieces.pieces)]
-    pieces.kept["tables"] = _Tables(
-        sources,
-        torch.tensor(fields, dtype=torch.int64).to(device),
-        torch.from_numpy(np.concatenate(programs)).to(device),
-    )
+    programs = torch.from_numpy(_programs(pieces.pieces, np.array([one[5] for one in fields])))
+    pieces.kept["tables"] = _Tables(sources, torch.tensor(fields, dtype=torch.int64).to(device), programs.to(device))
 
 
 def scatter_rows(pieces: RowPieces, sources: tuple[torch.Tensor, ...], starts: Sequence[int]) -> None:
@@ -211,16 +207,14 @@ def _fields(piece: RowPiece, source: torch.Tensor | None) -> list[int]:
     return [address, target.data_ptr(), piece.start, to_start, to_row, row_bytes, num_held, int(is_wide)]
 
 
-def _programs(at: int, piece: RowPiece, row_bytes: int) -> np.ndarray:
-    """int32 [programs of the piece, 3]"""
-    width_bytes = piece.target.shape[1] * piece.target.element_size()
-    num_rows = piece.length * width_bytes // max(row_bytes, 1)
+def _programs(pieces: Sequence[RowPiece], row_bytes: np.ndarray) -> np.ndarray:
+    """int32 [programs, 3], from the bytes of a row of each piece."""
+    num_bytes = np.array([one.length * one.target.shape[1] * one.target.element_size() for one in pieces])
     num_blocks = -(-row_bytes // _BLOCK_BYTES)
-    programs = np.empty((num_rows, num_blocks, 3), np.int32)
-    programs[..., 0] = at
-    programs[..., 1] = np.arange(num_rows)[:, None]
-    programs[..., 2] = np.arange(num_blocks)
-    return programs.reshape(-1, 3)
+    counts = num_bytes // np.maximum(row_bytes, 1) * num_blocks
+    piece = np.repeat(np.arange(len(pieces)), counts)
+    within = np.arange(len(piece)) - np.repeat(counts.cumsum() - counts, counts)
+    return np.stack((piece, *np.divmod(within, num_blocks[piece])), axis=1).astype(np.int32)
 
 
 def warm_up(device: torch.device) -> None:
