@@ -197,6 +197,7 @@ def _bind_experts(layout: BaseLayout, config: AdapterConfig, others: OtherTensor
     ranks = pattern_values(list(config.rank_pattern), paths, "rank_pattern")
     alphas = pattern_values(list(config.alpha_pattern), paths, "alpha_pattern")
     possible = {path for entry, piece in pieces for names in forms.names(entry, piece) for path in names}
+    possible |= {path for _, piece in pieces for path in piece.absent}
     matched = targeted(config, sorted(possible), possible)
     slices: dict[str, BoundSlice] = {}
     for entry, piece in pieces:
@@ -219,6 +220,8 @@ def _bind_experts(layout: BaseLayout, config: AdapterConfig, others: OtherTensor
         ):
             where = "target_parameters" if piece.is_parameter else "target_modules"
             problems.append((piece.path, f"the file has tensors for it, but {where} does not name it"))
+        elif absent := [path for path in piece.absent if not matched.isdisjoint((path, entry.path))]:
+            problems += ((path, _WITHOUT_TENSORS) for path in absent)
         else:
             scaling = alpha / math.sqrt(rank) if config.use_rslora else alpha / rank
             for bound in forms.bind(entry, piece, scaling):

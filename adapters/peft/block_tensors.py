@@ -36,12 +36,16 @@ class Stacked(Tensor):
 @dataclass(frozen=True, slots=True)
 class Matrix:
     """Elements of a tensor of a file as a matrix, by the place of the first one and the steps to the next row and
-    column, in elements of the tensor."""
+    column, in elements of the tensor.
+
+    is_zero  none of them: zeros in the tensor's dtype
+    """
 
     tensor: Tensor
     start: int
     shape: tuple[int, int]
     steps: tuple[int, int]
+    is_zero: bool = False
 
     def rows(self, first: int, num: int) -> Matrix:
         """Some of its rows."""
@@ -83,6 +87,8 @@ def matrix_values(path: Path, matrix: Matrix, data: Any = None) -> Any:
     if data is None:
         data = np.memmap(path, np.uint8, "r")
     tensor, size = matrix.tensor, ELEMENT_BYTES[matrix.tensor.dtype]
+    if matrix.is_zero:
+        return np.zeros(matrix.shape, f"<u{size}")
     flat = data[tensor.start : tensor.end].view(f"<u{size}")[matrix.start :]
     return np.lib.stride_tricks.as_strided(flat, matrix.shape, tuple(step * size for step in matrix.steps))
 

@@ -110,6 +110,13 @@ def _one_of(rest: str) -> tuple[int, Part] | None:
     return None if part is None else (int(match["expert"] or match["index"]), part)
 
 
+def _of_expert(rest: str, expert: int) -> str:
+    """The name of another expert's module of the same part."""
+    match = _ONE.fullmatch(rest)
+    assert match is not None, "sorted in by its name"
+    return f"{expert}.{match['module']}" if match["list"] is None else f"{match['list']}.{expert}"
+
+
 def _siblings(rest: str) -> dict[str, Part]:
     """All parts of the experts, or of one, named as `rest` is."""
     if rest.startswith(tuple(_LISTS)):
@@ -123,6 +130,7 @@ class _Piece:
     """One part of a layer's experts: matrices of each expert, A [rank, in] and B [out, rank].
 
     paths         what rank_pattern and alpha_pattern name: of all experts, or of each
+    absent        paths of experts that the file lacks, to which the piece adds nothing
     is_parameter  of PEFT's for all experts
     """
 
@@ -131,6 +139,7 @@ class _Piece:
     rank: int
     a: tuple[Matrix, ...]
     b: tuple[Matrix, ...]
+    absent: tuple[str, ...] = ()
     is_parameter: bool = False
 
     @property
@@ -272,18 +281,14 @@ class ExpertForms:
         self, entry: FoundExperts, part: Part, found: Mapping[int, tuple[str, Mapping[str, Tensor]]]
     ) -> _Piece:
         in_features, out_features = self.sizes(entry.experts, part)
-        sides = next(iter(found.values()))[1]
-        missing = [str(e) for e in range(entry.experts.num) if e not in found]
-        if missing:
-            raise _Misfit(
-                sides["A"].name,
-                f"the file has none of experts {', '.join(missing[:20])} of the layer; save all of them, with a "
-                "lora_B of zeros where none was trained",
-            )
+        first_path, sides = next(iter(found.values()))
         rank = sides["A"].shape[0]
         matrices: dict[str, list[Matrix]] = {"A": [], "B": []}
         for e in range(entry.experts.num):
             for side, shape in (("A", (rank, in_features)), ("B", (out_features, rank))):
+                if e not in found:
+                    matrices[side].append(Matrix(sides[side], 0, shape, (0, 0), is_zero=True))
+                    continue
                 tensor = found[e][1][side]
                 if tensor.shape != shape:
                     raise _Misfit(
@@ -293,13 +298,15 @@ class ExpertForms:
                     )
                 matrices[side].append(Matrix(tensor, 0, shape, (shape[1], 1)))
         paths = tuple(path for path, _ in found.values())
-        return _Piece(part, paths, rank, tuple(matrices["A"]), tuple(matrices["B"]))
+        rest = first_path.removeprefix(f"{entry.path}.")
+        absent = tuple(f"{entry.path}.{_of_expert(rest, e)}" for e in range(entry.experts.num) if e not in found)
+        return _Piece(part, paths, rank, tuple(matrices["A"]), tuple(matrices["B"]), absent)
 
     def names(self, entry: FoundExperts, piece: _Piece) -> tuple[set[str], ...]:
-        """Sets of names, each of which trains the piece if the configuration has all of it: the piece's own path, the
+        """Sets of names, each of which trains the piece if the configuration has all of it: the piece's own paths, the
         experts' module, as prime-rl has it, or gate and up of one piece for both."""
         both = {f"{entry.path}.gate_proj", f"{entry.path}.up_proj"}
-        own = {piece.path}, {entry.path}
+        own = set(piece.paths), {entry.path}
         return (*own, both) if piece.part == "gate_up" else own
 
     def bind(self, entry: FoundExperts, piece: _Piece, scaling: float) -> list[BoundSlice]:

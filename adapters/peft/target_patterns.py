@@ -22,6 +22,8 @@ from adapters.peft.config import AdapterConfig
 # with takes a millisecond on hundreds of modules.
 EXPRESSION_SECONDS = 0.05
 KEYS_SECONDS = 1.0
+# At least, for an expression and each module, of which there are tens of thousands where each expert is three.
+_MODULE_SECONDS = 1e-5
 # Of a key with a module: seconds of Python. Modules are many where each expert is one.
 _MOST_COMPARISONS = 1 << 23
 _PLAIN = re.compile(r"[A-Za-z0-9_.]+")
@@ -124,7 +126,8 @@ def _ends_with_any(path: str, names: frozenset[str]) -> bool:
 def _full_matches(pattern: str, paths: Sequence[str], what: str) -> set[str]:
     if not pattern or _PLAIN.fullmatch(pattern):
         return {path for path in paths if _plain_matches(pattern, path)}
-    return set(_match_in_child("fullmatch", {pattern: pattern}, paths, what, EXPRESSION_SECONDS)[pattern])
+    seconds = max(EXPRESSION_SECONDS, len(paths) * _MODULE_SECONDS)
+    return set(_match_in_child("fullmatch", {pattern: pattern}, paths, what, seconds)[pattern])
 
 
 def _match_in_child(

@@ -391,6 +391,28 @@ def test_what_experts_share_is_each_expert_s(tmp_path: Path) -> None:
         torch.testing.assert_close(deltas_of(adapter, part), (1.5 * b @ a).expand(E, -1, -1))
 
 
+@pytest.mark.parametrize("dtypes", ["one", "mixed"])
+def test_experts_that_nobody_trained_add_nothing(dtypes: str, tmp_path: Path) -> None:
+    """As some train the experts alone that their task meets: others in each layer."""
+    deltas = random_deltas()
+    trained = {n: t for n, t in one_by_one_form(deltas).items() if ".experts.1." not in n}
+    if dtypes == "mixed":
+        trained = {n: t.bfloat16() if ".2." in n else t for n, t in trained.items()}
+    some = {"target_modules": [f"{EXPERTS}.{e}.{part}" for e in (0, 2) for part in PARTS]}
+    others = {"target_modules": [*PARTS], "exclude_modules": r".*experts\.1\..*"}
+    digests = set()
+    for at, config in enumerate((some, others)):
+        record, adapter = publish(tmp_path / str(at), small_layout(), trained, config)
+        digests.add(record.digest)
+        for part, (a, b) in deltas.items():
+            wanted = 1.5 * b @ a
+            wanted[1] = 0
+            torch.testing.assert_close(
+                deltas_of(adapter, part), wanted, atol=0.3 if dtypes == "mixed" else 1e-5, rtol=0
+            )
+    assert len(digests) == 1
+
+
 def test_lists_of_gpt_oss_are_its_parameters(tmp_path: Path) -> None:
     """Whose rows of gate and of up take turns."""
     layout, deltas = small_gpt_oss(), random_deltas()
@@ -459,10 +481,15 @@ def refused() -> dict[str, tuple[dict[str, torch.Tensor], dict[str, Any], str]]:
     square = {outer: torch.ones(E * R, 8), outer.replace("_A", "_B"): torch.ones(8, E * R)}
     of_down = {"target_modules": [], "target_parameters": ["down_proj"]}
     return {
+        "expert-not-targeted": (
+            single,
+            {"target_modules": [f"0.{part}" for part in PARTS]},
+            "the file has tensors for it, but target_modules does not name it",
+        ),
         "missing-expert": (
             {n: t for n, t in single.items() if ".1.up_proj" not in n},
             OF_MODULES,
-            "none of experts 1 of the layer; save all",
+            "model.layers.0.mlp.experts.1.up_proj: target_modules names it, but the file has no tensors",
         ),
         "twice": (
             single
