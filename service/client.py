@@ -78,7 +78,7 @@ class _Calls:
         ephemeral: bool = True,
         note: str = "",
         if_version: str = "",
-        on_new_version: Literal["keep", "continue"] | None = None,
+        on_new_version: Literal["keep", "continue", "restart"] | None = None,
     ) -> Any:
         """Make the adapter the name's current version; returns it as `Version`.
 

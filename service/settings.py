@@ -103,10 +103,10 @@ class Settings(BaseSettings):
         "alone: prompts take less time, and a token's numbers depend on the size of its step; see "
         "docs/quantised.md",
     )
-    on_new_version: Literal["keep", "continue"] = Field(
+    on_new_version: Literal["keep", "continue", "restart"] = Field(
         "keep",
         description="version of a running request when its adapter's name moves, unless the request says; keep: its "
-        "own; continue: the new one from the next token",
+        "own; continue: the new one from the next token; restart: the new one from the first, but in streams",
     )
     device: str = Field(
         "auto",

@@ -21,7 +21,7 @@ from adapters.files.paths import DIGEST, is_name, without_root
 
 Visibility = Literal["private", "shared", "public"]
 # What running requests do when the name moves, where they do not say.
-OnNewVersion = Literal["keep", "continue"]
+OnNewVersion = Literal["keep", "continue", "restart"]
 
 # A name, an owner's prefix included, and a version of it: `name@3`, `name@<12 to 64 digits of its digest>`.
 _NUMBER = re.compile(r"[1-9][0-9]{0,8}")

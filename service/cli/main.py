@@ -217,9 +217,9 @@ def _add_upload(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ephemeral", action="store_true", help=text)
     text = (
         "version of a running request when the name moves, unless the request says; keep: its own; continue: the new "
-        "one; default: as before"
+        "one; restart: the new one from the first token; default: as before"
     )
-    parser.add_argument("--on-new-version", choices=("keep", "continue"), help=text)
+    parser.add_argument("--on-new-version", choices=("keep", "continue", "restart"), help=text)
     condition = parser.add_mutually_exclusive_group()
     condition.add_argument("--new", action="store_true", help="refuse if there is an adapter of this name")
     condition.add_argument("--if-version", metavar="VERSION", help="refuse if the adapter is at another version")

@@ -11,6 +11,7 @@ from uuid import uuid4
 import msgspec
 from pydantic import ValidationError
 
+from adapters.files.name_versions import OnNewVersion
 from kernels.sampling.parameters import NEUTRAL, PARAMETERS
 from service.api.admission.answer_constraints import AnswerConstraints, TokenLists
 from service.api.admission.model_resolution import ResolvedModel
@@ -23,7 +24,6 @@ from service.api.schema.requests import (
     CompletionRequest,
     Decoding,
     Generation,
-    OnNewVersion,
 )
 from service.api.state import Services
 from service.engine.ipc.messages import Pooling, Ready, Sampling
@@ -69,6 +69,8 @@ def plans_of(
     """`n` sequences for each prompt, in order of the choices' index. BadRequest if one could never be served."""
     plans = []
     on_new_version = request.on_new_version or target.on_new_version or services.settings.on_new_version
+    if on_new_version == "restart" and request.stream:  # the name's: tokens that were sent cannot be taken back
+        on_new_version = "keep"
     for prompt in prompts:
         sampling = build_sampling(
             request,

@@ -8,6 +8,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from adapters.files.name_versions import OnNewVersion
+
 
 class Response(BaseModel):
     """Base of all answers; complete, so that clients can be generated from it."""
@@ -216,7 +218,7 @@ class AdapterSummary(Response):
     rows: dict[str, int]
     pinned: bool
     ephemeral: bool
-    on_new_version: Literal["keep", "continue"] | None
+    on_new_version: OnNewVersion | None
     state: Literal["disk", "host", "device"]
     has_chat_template: bool
     last_used: int | None

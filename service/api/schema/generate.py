@@ -6,13 +6,13 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
+from adapters.files.name_versions import OnNewVersion
 from service.api.schema.answers import Response, Usage
 from service.api.schema.base import Answering, field_error
 from service.api.schema.generation_answers import AdapterVersionStart, ChatLogprobs, FinishReason, PromptLogprobs
 from service.api.schema.requests import (
     CacheSalt,
     CompletionRequest,
-    OnNewVersion,
     StreamOptions,
     TokenIds,
     check_stream,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, create_model, model_validator
 
+from adapters.files.name_versions import OnNewVersion
 from kernels.sampling.parameters import PARAMETERS, Parameter
 from service.api.schema.base import FIRST, Answering, Request, bounded, field_error, value_fault
 from service.api.schema.chat_messages import ChatMessage, TemplateVariables
@@ -32,8 +33,6 @@ MAX_ALLOWED_TOKEN_IDS = 1 << 18
 MAX_BAD_WORDS = 128
 MAX_CACHE_SALT_CHARS = 256
 
-# What a request does when its adapter's name moves to another version.
-OnNewVersion = Literal["keep", "continue", "restart"]
 StopString = Annotated[str, Field(min_length=1, max_length=1000)]
 CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARS)]
 BadWord = Annotated[str, Field(min_length=1, max_length=1000)]

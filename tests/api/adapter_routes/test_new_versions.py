@@ -132,8 +132,21 @@ def test_a_name_has_a_setting_between_the_server_s_and_the_request_s(
     put(server, contents[2], "?on_new_version=keep")
     answer = moved(server, clients, lambda: put(server, contents[0]))
     assert answer.headers["x-multilora-adapter"].endswith(named[2])
-    wrong = server.http.put(f"{server.url}/v1/adapters/{NAME}?on_new_version=restart", files=parts_of(contents[0]))
+    wrong = server.http.put(f"{server.url}/v1/adapters/{NAME}?on_new_version=rest", files=parts_of(contents[0]))
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "on_new_version")
+
+
+def test_a_name_that_restarts_its_requests_lets_streams_keep_their_version(
+    server: Server, contents: list[Path], named: list[str], clients: ThreadPoolExecutor
+) -> None:
+    put(server, contents[0], "?on_new_version=restart")
+    answer = moved(server, clients, lambda: put(server, contents[1]))
+    fresh = ask(server, max_tokens=120)
+    assert answer.headers["x-multilora-adapter"].endswith(named[1])
+    assert tokens_of(answer) == tokens_of(fresh)
+    chunks = streamed(server, lambda: put(server, contents[2]), "/v1/completions", {**ASKED, "max_tokens": 120})
+    assert [token for chunk in chunks for token in chunk["token_ids"]] == tokens_of(fresh)
+    put(server, contents[2], "?on_new_version=keep")
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +180,7 @@ def test_each_way_to_load_sets_what_requests_do_when_the_name_moves(
     loading: Server, contents: list[Path], clients: ThreadPoolExecutor, way: str
 ) -> None:
     query, url = "?ephemeral=true" * way.endswith("tensors"), f"/v1/adapters/{NAME}"
-    for setting, answering in (("continue", 1), ("keep", 0)):
+    for setting, answering in (("continue", 1), ("restart", 1), ("keep", 0)):
         digests = [put(loading, contents[0], query)["digest"]]
         assert load(loading, way, contents[0], setting).status_code == 200
         assert loading.get(url).json()["on_new_version"] == setting
@@ -175,9 +188,9 @@ def test_each_way_to_load_sets_what_requests_do_when_the_name_moves(
             (asked,) = queued(loading, clients, {"max_tokens": 3})
             digests.append(put(loading, contents[1], query)["digest"])
         assert asked.result().headers["x-multilora-adapter"].endswith(digests[answering])
-    wrong = load(loading, way, contents[0], "restart")
+    wrong = load(loading, way, contents[0], "begin")
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "on_new_version")
-    assert "'keep' or 'continue'" in wrong.json()["error"]["message"]
+    assert "'keep', 'continue' or 'restart'" in wrong.json()["error"]["message"]
     unsaid = load(loading, way, contents[0], None)
     assert (unsaid.status_code, "`on_new_version`" in unsaid.text) == ((400, True) if way == "PATCH" else (200, False))
     assert loading.get(url).json()["on_new_version"] == "keep"
