@@ -130,7 +130,7 @@ class TestScopes:
             if template in ("/docs", "/openapi.json", "/version"):
                 need = "open"
             elif template in ("/metrics", "/load"):
-                need = "admin"
+                need = "admin" if template == "/metrics" else "control"
             for headers in ({}, bearer("wrong"), {"Authorization": "Bearer"}, {"Authorization": "Basic cmVhZGVy"}):
                 status = keyed.ask(method, path, headers).status_code
                 assert (status == 401) == (need != "open"), f"{method} {path} {headers} {status}"

@@ -76,6 +76,8 @@ ROUTES = (
     Route("/is_sleeping", "control"),
     Route("/continue_generation", "control"),
 )
+# Where there is a keys file, and what is told is of all its tenants.
+_OF_ALL_TENANTS: dict[str, Need] = {"/metrics": "admin", "/load": "control"}
 _WHAT: dict[Scope, str] = {
     "infer": "run models",
     "upload": "upload adapters",
@@ -118,9 +120,7 @@ class Access:
             return "any"
         if route.path in self._open_paths:
             return "open"
-        if route.path in ("/metrics", "/load") and self._tenants.has_file:
-            return "admin"  # they tell of all tenants
-        return route.need
+        return _OF_ALL_TENANTS.get(route.path, route.need) if self._tenants.has_file else route.need
 
     def client_name(self, caller: Caller | None) -> str:
         """Name of the client: the tenant where there may be several, else the key; "" where no key is needed."""
