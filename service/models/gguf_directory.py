@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from adapters.files.durable_files import whole_directory
+from adapters.files.git_lfs import is_lfs_pointer
 from service.models.families import PRE_TOKENIZERS, config_of_gguf
 from service.models.gguf_file import CONTROL_TOKEN, LINK, USER_TOKEN, GgufFile, read_gguf
 from service.models.spec.config_json import ModelError
@@ -24,6 +25,8 @@ def model_directory(path: Path, root: Path) -> Path:
         return path
     if not path.is_file():
         raise ModelError(f"{path} is no file")
+    if is_lfs_pointer(path):
+        raise ModelError(f"{path} is a Git LFS pointer and not the file: run `git lfs pull`, or `hf download`")
     file = read_gguf(path)
     try:
         texts: dict[str, Any] = {"config.json": config_of_gguf(file), **_tokenizer(file)}

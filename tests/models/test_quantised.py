@@ -312,6 +312,9 @@ def test_a_gguf_file_that_cannot_be_served_is_refused_by_a_sentence(tmp_path: Pa
     content = file.read_bytes()
     cut, nothing = "is cut or no GGUF file: download it again", b"GGUX" + content[4:]
     cases = [(content[:size], cut) for size in (0, 3, 20, 500, 6000, len(content) - 64)] + [(nothing, cut)]
+    cases += [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "pointer and not the file: run `git")
+    ]
     cases += [(content.replace(b"llama", b"mamba"), "of the architecture 'mamba'; served are llama, qwen2, qwen3")]
     cases += [(content.replace(b"smollm", b"falcon"), "the pre-tokenizer 'falcon'; served are gpt2 with smollm")]
     cases += [(content.replace(b"llama.block_count", b"llama.block_mount"), "metadata has no llama.block_count")]
