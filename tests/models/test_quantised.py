@@ -232,6 +232,16 @@ def test_older_checkpoints_of_modelopt_have_the_algorithm_in_a_file_of_their_own
         load_model(model_dir)
 
 
+def test_scales_of_blocks_may_be_powers_of_two(tmp_path: Path) -> None:
+    """As transformers writes them with the scale_fmt ue8m0."""
+    codes, powers = torch.randn(40, 64).to(torch.float8_e4m3fn), torch.randint(-4, 5, (2, 2)).float().exp2()
+    stored = {"weight": codes, "weight_scale_inv": powers.to(torch.float8_e8m0fnu)}
+    stored_module(tmp_path, stored, quant_method="fp8", weight_block_size=[32, 32], scale_fmt="ue8m0")
+    with open_checkpoint(tmp_path) as checkpoint:
+        weight = checkpoint.tensor("m.weight", (40, 64))
+    assert torch.equal(weight, codes.float() * powers.repeat_interleave(32, 0)[:40].repeat_interleave(32, 1))
+
+
 @pytest.mark.parametrize("shape", [(4, 2, 3), (2,), (2, 2, 2, 2)])
 def test_scales_of_other_axes_are_refused(shape: tuple[int, ...], tmp_path: Path) -> None:
     """(2,) as of gate and up in one module, whose parts may be of any size."""

@@ -109,7 +109,7 @@ def _check_scaled(sizes: Sizes) -> None:
         sizes.need(suffix, ("F32", "I64"), (sizes.outputs,))
         sizes.need("input_scale", tuple(FLOATS), (1,), ())
     else:
-        sizes.need(suffix, tuple(FLOATS))
+        sizes.need(suffix, (*FLOATS, "F8_E8M0"))
     _block_of(sizes, suffix)
     for offset in ("weight_zero_point", "weight_offset"):
         if offset in sizes.headers:
