@@ -128,7 +128,7 @@ def _is_short(spec: ModelSpec, checkpoint: TensorSource, dtype: torch.dtype, fre
 def _say_codes(loading: Weights, quantisation: Quantisation | None, weights: WeightsKind) -> None:
     rest = loading.num_codes - loading.num_held_codes
     if loading.num_codes:
-        why = f", {rest} dequantised, since this device has no kernel for their codes" if rest else ""
+        why = f", {rest} dequantised, since this device has no kernel for their codes, or a slower one" if rest else ""
         if loading.saves_memory:
             why += "; floats would take most of the free memory"
         log.info("quantised weights: %d in their codes%s", loading.num_held_codes, why)
