@@ -74,15 +74,11 @@ class KnownModules:
             borders = accumulate((part.out_features for part in split.parts), initial=0)
             for part, rows in zip(split.parts, pairwise(borders), strict=True):
                 self.renamed[tail_of(part.module)] = (OutputRows(split.module, *rows),)
-        # Tinker's names of the head, and of the attention of gpt-oss.
+        # Tinker's names of the head and, of gpt-oss, of attention.
         self.renamed.update(("unembed_tokens", (_all_rows(self.slices[head][1]),)) for head in self.heads)
-        if layout.model_type == "gpt_oss":
-            others = {tail.replace(".self_attn.", ".attn."): module for tail, module in self.by_tail.items()}
-            self.renamed |= {
-                tail: (_all_rows(self.slices[module][1]),)
-                for tail, module in others.items()
-                if tail not in self.by_tail
-            }
+        for tail, module in self.by_tail.items():
+            if (tinkers := tail.replace(".self_attn.", ".attn.")) not in self.by_tail:
+                self.renamed[tinkers] = (_all_rows(self.slices[module][1]),)
         self._places = {module: place for place, module in enumerate(self.slices)}
 
     def place(self, rows: OutputRows) -> tuple[int, int]:
