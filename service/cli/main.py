@@ -20,7 +20,9 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command line; the exit code. A user's fault is one sentence on stderr, never a traceback."""
     given = sys.argv[1:] if argv is None else argv
     if given[:1] == ["serve"]:
-        return _serve(given[1:])
+        with suppress(KeyboardInterrupt):  # while the server starts, which has its own way with it later
+            return _serve(given[1:])
+        return 130
     arguments = make_parser(given[0] if given and given[0] in _COMMANDS else None).parse_args(given)
     from service.cli.client import ClientError
 

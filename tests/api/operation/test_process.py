@@ -437,6 +437,13 @@ class TestSigterm:
         assert ended
         assert server.started
 
+    def test_ctrl_c_while_the_server_starts_is_no_traceback(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def interrupted(_given: list[str]) -> int:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr("service.cli.main._serve", interrupted)
+        assert main(["serve"]) == 130
+
     def test_a_server_that_shuts_down_takes_no_adapters(self) -> None:
         services: Any = SimpleNamespace(store=object(), draining=True)
         with pytest.raises(NotReady, match="shutting down"):
