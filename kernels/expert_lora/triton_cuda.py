@@ -20,6 +20,7 @@ from kernels.contract import Contract
 from kernels.expert_lora.ops import Pairs
 from kernels.lora import MAX_KERNEL_RANK
 from kernels.lora.maps import LoraMaps, LoraStack
+from kernels.lora.skip import idle_maps
 from kernels.platform import in_use
 from kernels.triton_launch import count_compiled
 
@@ -294,16 +295,7 @@ def warm_up(stacks: Sequence[LoraStack], dtype: torch.dtype, num_experts: int) -
     """See `ops.warm_up`. The number of pairs is no constant of the kernels, but chooses between two."""
     for stack in stacks:
         device = stack.a[0].device
-        none = torch.full((max(stack.group + 1, 1), 1), -1, dtype=torch.int32, device=device)
-        maps = LoraMaps(
-            segment_starts=torch.zeros(2, dtype=torch.int32, device=device),
-            places=none[0],
-            first_rows=none,
-            token_segment=none[0],
-            num_segments=torch.zeros(1, dtype=torch.int32, device=device),
-            segments=(),
-            num_tokens=1,
-        )
+        maps = idle_maps(1, 1, stack)
         for num_pairs in (1, _FEW_PAIRS * num_experts + 1):
             zeros = torch.zeros(num_pairs, dtype=torch.int64, device=device)
             x = torch.zeros(num_pairs, stack.a[0].shape[1], dtype=dtype, device=device)
