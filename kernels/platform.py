@@ -70,7 +70,7 @@ IMPLEMENTATIONS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "gated_delta": ("triton_ascend", "triton_ascend_vector", "any_device", "reference"),
         "mamba2": ("any_device", "reference"),
         "experts": ("npu", "any_device", "reference"),
-        "expert_lora": ("any_device", "reference"),
+        "expert_lora": ("triton_ascend", "any_device", "reference"),
         "paged_attention": ("npu_heads_first", "npu", "gathered", "reference"),
         "linear": ("npu", "reference"),
         "sampling": ("any_device", "reference"),

@@ -131,7 +131,7 @@ LAYERS: dict[str, dict[str, str]] = {
         "gated_delta": "ascend_relaunch causal_conv1d contract platform shapes triton_launch",
         "mamba2": "contract gated_delta platform",
         "lora": "arrays ascend_relaunch ascend_runtime contract platform triton_launch",
-        "expert_lora": "contract lora platform triton_launch",
+        "expert_lora": "ascend_relaunch contract lora platform triton_launch",
         "experts": "batch_invariant contract expert_lora linear lora platform shapes swiglu triton_launch",
         "rotary_kv": "ascend_relaunch contract paged_attention platform shapes triton_launch",
         "lora_window": "ascend_relaunch contract lora platform triton_launch",

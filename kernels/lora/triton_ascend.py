@@ -264,7 +264,7 @@ def plan_shrink(x: torch.Tensor, h: torch.Tensor, stack: LoraStack, maps: LoraMa
     split_size = regime.split_size(x.shape[1], num_splits)
     arguments = {
         "x_ptr": x,
-        "a_table": _addresses(stack),
+        "a_table": row_addresses(stack),
         "h_ptr": h,
         **map_arguments(stack, maps),
         "scalings": stack.scalings,
@@ -368,7 +368,7 @@ def _workspace(stack: LoraStack, in_features: int, num_tokens: int, regime: Regi
     return workspace.take(stack.a[0].device, num_bytes).view(dtype).view(shape)
 
 
-def _addresses(stack: LoraStack) -> torch.Tensor:
+def row_addresses(stack: LoraStack) -> torch.Tensor:
     """int64 [slices]: where A of each slice begins. Kept, as rows do not move while a stack lives."""
     key = ("addresses of a",)
     if key not in stack.kept:

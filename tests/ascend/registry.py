@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.ascend.cases import (
     conv_cases,
+    expert_lora_cases,
     gated_delta_cases,
     gated_delta_chunk_cases,
     gated_delta_prefill_cases,
@@ -17,6 +18,7 @@ CASES: list[Case] = [
     *lora_cases.CASES,
     *conv_cases.CASES,
     *rotary_cases.CASES,
+    *expert_lora_cases.CASES,
     *window_cases.CASES,
     *gated_delta_cases.CASES,
     *gated_delta_chunk_cases.CASES,

@@ -284,11 +284,13 @@ def make_adapted(case: Case, num_experts: int, device: str, num_chosen: int = 3)
     return step, pairs, step.x[pairs.tokens].contiguous()
 
 
-@pytest.fixture(params=["any_device", "triton_cuda"])
+@pytest.fixture(params=["any_device", "triton_cuda", "triton_ascend"])
 def adapting(request: pytest.FixtureRequest, device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Triton's kernels in its interpreter on a CPU."""
-    if request.param == "triton_cuda":
+    if request.param != "any_device":
         pytest.importorskip("triton", reason="Triton is not installed")
+        if request.param == "triton_ascend" and device != "cpu":
+            pytest.skip("NOT RUN: kernels for NPUs")
         if device == "cpu":
             multiply_bfloat16(monkeypatch)
     platform = in_use(torch.device(device)).with_fallback("expert_lora", request.param, "for the test")

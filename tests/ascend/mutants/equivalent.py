@@ -52,6 +52,13 @@ EQUIVALENT |= {
     )
     for function in ("lora_shrink_few", "lora_shrink_many")
 }
+EQUIVALENT |= {
+    (function, "tl.cast(slice_index * num_pairs + pair, tl.int64)", "slice_index * num_pairs + pair"): (
+        "h is a step's workspace, of slices x pairs x 256 elements, which 32 bits count by far"
+    )
+    for function in ("expert_shrink", "expert_expand")
+}
+EQUIVALENT["expert_expand", "rank > 0", "rank >= 0"] = "without ranks nothing is added"
 EQUIVALENT["rows_of", "tl.maximum(first_row, 0)", "first_row"] = (
     "where the first row is negative the rank is 0, and no kernel uses an address of rows that it has not"
 )

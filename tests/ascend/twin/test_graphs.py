@@ -19,7 +19,7 @@ from service.engine.engine import Engine
 from service.engine.model.graphs import LARGE, UPDATE_FAILED
 from service.engine.model.padding import StepSizes
 from tests.ascend.twin.stand_ins.install import npu_path
-from tests.ascend.twin.test_service import SIZES, config
+from tests.ascend.twin.test_service import SIZES, config, make_twin_world
 from tests.support.engine.engine_parity import BASE, Request, World, build_engine, make_world, run_engine
 from tests.support.engine.replay import TwinGraph, TwinGraphs
 
@@ -103,9 +103,9 @@ def run(world: World, *, npu_graphs: bool, replays: bool = True) -> tuple[list[t
     return steps, engine
 
 
-@pytest.fixture(scope="module", params=["llama", "lfm2"])
+@pytest.fixture(scope="module", params=["llama", "lfm2", "qwen3_moe"])
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> World:
-    return make_world(request.param, tmp_path_factory.mktemp(request.param), "cpu", **SIZES[request.param])
+    return make_twin_world(request.param, tmp_path_factory.mktemp(request.param))
 
 
 def test_replayed_decode_steps_equal_eager_ones(world: World) -> None:

@@ -29,13 +29,14 @@ from tests.support.engine.engine_parity import (
     Oracle,
     Request,
     World,
+    adapter_specs,
     build_engine,
     config_of,
     make_world,
     run_engine,
 )
 from tests.support.models.quantised_models import make_quantised
-from tests.support.models.tiny_models import VOCAB_SIZE, make_tiny_model
+from tests.support.models.tiny_models import LINEAR_MODULES, VOCAB_SIZE, make_tiny_model
 from tests.tolerances import LOGITS, LOGITS_RMS
 
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")  # Triton's interpreter
@@ -61,6 +62,19 @@ SIZES: dict[str, dict[str, Any]] = {
         "layer_types": ["conv", "full_attention"],
     },
 }
+PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+# Adapters of experts, beside those of a family's others, which have attention alone, the head or the embedding.
+EXPERT_SPECS: dict[str, dict[str, Any]] = {
+    "all": {"rank": 5, "target_modules": LINEAR_MODULES["qwen3_moe"], "target_parameters": PARAMETERS},
+    "one": {"rank": 2, "target_modules": ["o_proj"], "target_parameters": PARAMETERS[1:]},
+    "rs": {"rank": 8, "target_modules": ["q_proj"], "target_parameters": PARAMETERS, "use_rslora": True},
+}
+
+
+def make_twin_world(family: str, directory: Path) -> World:
+    """In float32, with adapters of everything that the family has."""
+    specs = adapter_specs(family) | (EXPERT_SPECS if family == "qwen3_moe" else {})
+    return make_world(family, directory, "cpu", specs=specs, **SIZES[family])
 
 
 @dataclass(frozen=True)
@@ -137,7 +151,7 @@ def assert_hard(run: Run) -> None:
 
 @pytest.mark.parametrize("family", SIZES)
 def test_float32_gives_the_tokens_of_the_cpu_path(family: str, tmp_path: Path, record_property: Record) -> None:
-    world = make_world(family, tmp_path, "cpu", **SIZES[family])
+    world = make_twin_world(family, tmp_path)
     requests = make_requests(world, 8)
     engine_config = config(world, num_blocks=5, token_budget=96)
     expected = run(world, requests, engine_config)

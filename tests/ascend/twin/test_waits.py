@@ -9,8 +9,8 @@ import torch
 
 from tests.ascend.twin.stand_ins.install import npu_path
 from tests.ascend.twin.stand_ins.waits import recorded_waits
-from tests.ascend.twin.test_service import SIZES, config
-from tests.support.engine.engine_parity import build_engine, make_world, submit_every_sampling
+from tests.ascend.twin.test_service import config, make_twin_world
+from tests.support.engine.engine_parity import build_engine, submit_every_sampling
 
 WAITING = """
 def work():
@@ -27,8 +27,9 @@ def work():
 
 
 @pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
-def test_a_step_waits_for_the_device_once(tmp_path: Path) -> None:
-    world = make_world("lfm2", tmp_path, "cpu", **SIZES["lfm2"])
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_moe"])
+def test_a_step_waits_for_the_device_once(family: str, tmp_path: Path) -> None:
+    world = make_twin_world(family, tmp_path)
     with npu_path(float32_attention=True):
         engine = build_engine(config(world, num_blocks=9, token_budget=64))
         try:

@@ -137,6 +137,7 @@ TRITON_OPS = {
     "lora_window": "reference",
     "causal_conv1d": "any_device",
     "gated_delta": "any_device",
+    "expert_lora": "any_device",
     "rotary_kv": "npu",
 }
 NO_TRITON = "Triton kernels are off: triton-ascend is not installed (see docs/ascend.md)."
@@ -150,7 +151,7 @@ SERVED = {
     "lora_window": "triton_ascend",
     "causal_conv1d": "triton_ascend",
     "gated_delta": "triton_ascend",
-    "expert_lora": "any_device",
+    "expert_lora": "triton_ascend",
     "mamba2": "any_device",
     "experts": "npu",
     "paged_attention": "npu_heads_first",
