@@ -246,12 +246,13 @@ def test_the_commands_of_an_operator(
     assert f"{name}@1 is there" in said("upload", str(contents[0]), f"--name={name}", "--note=first")
     assert f"{name}@2 is there" in said("upload", str(contents[1]), f"--name={name}")
     assert f"{name}@2 was there already" in said("upload", str(contents[1]), f"--name={name}")
-    said("upload", str(contents[1]), f"--name={name}", "--without-tokenizer", "--on-new-version=continue")
-    assert server.get(f"/v1/adapters/{name}").json()["on_new_version"] == "continue"
+    for setting in ("restart", "continue"):
+        said("upload", str(contents[1]), f"--name={name}", "--without-tokenizer", f"--on-new-version={setting}")
+        assert server.get(f"/v1/adapters/{name}").json()["on_new_version"] == setting
     with pytest.raises(SystemExit, match="2"):
-        main(["upload", str(contents[1]), f"--name={name}", "--on-new-version=restart", at])
+        main(["upload", str(contents[1]), f"--name={name}", "--on-new-version=again", at])
     refusal = capsys.readouterr().err
-    assert [word in refusal for word in ("restart", "keep", "continue")] == [True] * 3
+    assert [word in refusal for word in ("again", "keep", "continue", "restart")] == [True] * 4
     assert main(["upload", str(contents[1]), f"--name={name}", "--expert-b-order=grouped_by_expert", at]) == 1
     assert "has no experts; leave expert_b_order out" in capsys.readouterr().err
     assert main(["upload", str(contents[2]), f"--name={name}", "--ephemeral", at]) == 1
