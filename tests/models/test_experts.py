@@ -311,7 +311,7 @@ def test_all_forms_of_one_training_are_one_adapter(family: str, tmp_path: Path) 
         tensors = {name.replace(EXPERTS, path): tensor for name, tensor in write(deltas).items()}
         names = config["target_modules"]
         # Dense layers have modules of such names too.
-        if family in SMALL and isinstance(names, list) and set(names) - {"experts"}:
+        if family in SMALL and isinstance(names, list) and names and "experts" not in names:
             config = config | {"target_modules": rf".*\.experts\.(\d+\.)?({'|'.join(names)})"}
         record, adapter = publish(tmp_path / form, layout, tensors, config)
         for part, (a, b) in deltas.items():
