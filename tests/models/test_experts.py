@@ -414,7 +414,7 @@ def test_experts_that_nobody_trained_add_nothing(dtypes: str, tmp_path: Path) ->
 
 
 def test_lists_of_gpt_oss_are_its_parameters(tmp_path: Path) -> None:
-    """Whose rows of gate and of up take turns."""
+    """Rows of gate and of up take turns in the base's weights."""
     layout, deltas = small_gpt_oss(), random_deltas()
     targets = {"target_modules": r".*_projs\.\d", "rank_pattern": {r"gate_up_projs\.\d": 2 * R}}
     lists, _ = publish(tmp_path / "lists", layout, lists_form(deltas), targets)

@@ -290,7 +290,7 @@ def adapting(request: pytest.FixtureRequest, device: str, monkeypatch: pytest.Mo
     if request.param != "any_device":
         pytest.importorskip("triton", reason="Triton is not installed")
         if request.param == "triton_ascend" and device != "cpu":
-            pytest.skip("NOT RUN: kernels for NPUs")
+            pytest.skip("NOT RUN: kernels for NPUs run in Triton's interpreter, on a CPU")
         if device == "cpu":
             multiply_bfloat16(monkeypatch)
     platform = in_use(torch.device(device)).with_fallback("expert_lora", request.param, "for the test")

@@ -55,7 +55,7 @@ def make(routed: Routed) -> tuple[Data, Pairs, torch.Tensor, torch.Tensor]:
 
 
 def _segments(data: Data, pairs: Pairs) -> list[int]:
-    """Of each pair."""
+    """The segment of each pair's token, -1 for the base's."""
     return data.maps.token_segment[pairs.tokens].tolist()
 
 
