@@ -19,12 +19,11 @@ from service.models.spec.config_json import ModelError
 
 
 def model_directory(path: Path, root: Path) -> Path:
-    """The model directory of the GGUF file at `path`, written below `root` unless it is there; any other path as it is.
+    """The model directory of the GGUF file at `path`, written below `root` unless it is there; a directory as it is.
     Raises ModelError."""
-    if path.suffix != ".gguf" or path.is_dir():
-        return path
     if not path.is_file():
-        raise ModelError(f"{path} is no file")
+        _refuse_gguf_files(path)
+        return path
     if is_lfs_pointer(path):
         raise ModelError(f"{path} is a Git LFS pointer and not the file: run `git lfs pull`, or `hf download`")
     file = read_gguf(path)
@@ -48,6 +47,14 @@ def model_directory(path: Path, root: Path) -> Path:
             (written / "chat_template.jinja").write_text(template, encoding="utf-8")
         (written / LINK).symlink_to(path.resolve())
     return directory
+
+
+def _refuse_gguf_files(directory: Path) -> None:
+    """Raises ModelError for a directory whose weights are GGUF files, which may have a config.json beside them."""
+    files = sorted(directory.glob("*.gguf"))
+    is_written = files == [directory / LINK] and (directory / "config.json").exists()
+    if files and not is_written and not any(directory.glob("*.safetensors*")):
+        raise ModelError(f"{directory} has GGUF files and no safetensors: name one of them, such as {files[0]}")
 
 
 def _tokenizer(file: GgufFile) -> dict[str, Any]:

@@ -86,7 +86,7 @@ def read_gguf(path: Path) -> GgufFile:
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from error
     except (struct.error, UnicodeDecodeError, _Cut) as error:
-        raise ModelError(f"{path} is cut or no GGUF file: download it again") from error
+        raise ModelError(f"{path} is cut or no GGUF file: download it again, or name a directory") from error
 
 
 class _Cut(Exception):

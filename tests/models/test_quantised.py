@@ -379,10 +379,22 @@ def write(file: Path, content: bytes) -> Path:
     return file
 
 
-def test_a_directory_of_gguf_files_is_answered_by_one_of_their_names(tmp_path: Path) -> None:
-    (tmp_path / "tiny.Q4_K_M.gguf").touch()
-    with pytest.raises(ModelError, match=r"has no config.json: name a GGUF file in it, such as .*/tiny.Q4_K_M.gguf$"):
-        read_config(tmp_path)
+@pytest.mark.parametrize("others", [(), ("config.json",), ("config.json", "tokenizer.json")])
+def test_a_directory_of_gguf_files_is_answered_by_one_of_their_names(others: tuple[str, ...], tmp_path: Path) -> None:
+    """Repositories have a config.json beside them at times."""
+    for name in ("tiny.Q4_K_M.gguf", "tiny.Q8_0.gguf", *others):
+        (tmp_path / name).touch()
+    with pytest.raises(ModelError, match=r"and no safetensors: name one of them, such as .*/tiny.Q4_K_M.gguf$"):
+        model_directory(tmp_path, tmp_path / "served")
+
+
+@pytest.mark.parametrize("name", ["tiny.GGUF", "sha256-0a1b"])
+def test_a_gguf_file_may_have_any_name(name: str, tmp_path: Path) -> None:
+    """Ollama names files by their digests."""
+    file = make_gguf("Q8_0", "llama", tmp_path, num_hidden_layers=1).rename(tmp_path / name)
+    model_dir = model_directory(file, tmp_path / "served")
+    assert load_model(model_dir).spec.num_layers == 1
+    assert model_directory(model_dir, tmp_path / "served") == model_dir
 
 
 def test_a_gguf_file_beside_safetensors_is_left(tmp_path: Path) -> None:

@@ -222,9 +222,9 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        gguf = next(iter(sorted(path.parent.glob("*.gguf"))), None)
-        end = f": name a GGUF file in it, such as {gguf}" if gguf else ", so it is not a Hugging Face model directory"
-        raise ModelError(f"{path.parent} has no {path.name}{end}") from None
+        raise ModelError(
+            f"{path.parent} has no {path.name}, so it is neither a Hugging Face model directory nor a GGUF file"
+        ) from None
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
     if not isinstance(value, dict):
