@@ -85,17 +85,6 @@ def _tokenizer(file: GgufFile) -> dict[str, Any]:
     bpe |= {"end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False}
     bpe |= {"ignore_merges": pre.ignores_merges, "vocab": {text: at for at, text in enumerate(texts)}}
     ids = {name: file.facts.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "padding", "unknown")}
-    post: dict[str, Any] = {**bytes_, "use_regex": True}
-    if file.facts.get("tokenizer.ggml.add_bos_token", pre.adds_bos) and ids["bos"] is not None:
-        bos = texts[ids["bos"]]
-        of_text, special = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": bos, "type_id": 0}}
-        second = {"Sequence": {"id": "B", "type_id": 1}}
-        post = {
-            "type": "TemplateProcessing",
-            "single": [special, of_text],
-            "pair": [special, of_text, second],
-            "special_tokens": {bos: {"id": bos, "ids": [ids["bos"]], "tokens": [bos]}},
-        }
     tokenizer = {
         "version": "1.0",
         "truncation": None,
@@ -106,7 +95,7 @@ def _tokenizer(file: GgufFile) -> dict[str, Any]:
             "type": "Sequence",
             "pretokenizers": [first, {**bytes_, "use_regex": pre.pattern is None}],
         },
-        "post_processor": post,
+        "post_processor": _post_processor(file, texts, adds_bos=pre.adds_bos) or {**bytes_, "use_regex": True},
         "decoder": {**bytes_, "use_regex": True},
         "model": {**bpe, "merges": merges},
     }
@@ -114,3 +103,21 @@ def _tokenizer(file: GgufFile) -> dict[str, Any]:
     config = {f"{names[name]}_token": texts[at] for name, at in ids.items() if at is not None and at < len(texts)}
     config |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     return {"tokenizer.json": tokenizer, "tokenizer_config.json": config}
+
+
+def _post_processor(file: GgufFile, texts: list[str], *, adds_bos: bool) -> dict[str, Any] | None:
+    """Puts the tokens that every text has before and behind it; None where there are none.
+
+    adds_bos  where the file does not say
+    """
+    special: dict[str, Any] = {}
+    around: dict[str, list[Any]] = {"bos": [], "eos": []}
+    for name, is_added in (("bos", adds_bos), ("eos", False)):
+        at = file.facts.get(f"tokenizer.ggml.{name}_token_id")
+        if file.facts.get(f"tokenizer.ggml.add_{name}_token", is_added) and at is not None:
+            special[texts[at]] = {"id": texts[at], "ids": [at], "tokens": [texts[at]]}
+            around[name] = [{"SpecialToken": {"id": texts[at], "type_id": 0}}]
+    first, second = ({"Sequence": {"id": name, "type_id": kind}} for name, kind in (("A", 0), ("B", 1)))
+    single, pair = ([*around["bos"], *texts_, *around["eos"]] for texts_ in ([first], [first, second]))
+    template = {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": special}
+    return template if special else None

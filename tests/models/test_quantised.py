@@ -336,12 +336,11 @@ def test_a_gguf_file_that_cannot_be_served_is_refused_by_a_sentence(tmp_path: Pa
         with pytest.raises(ModelError) as caught:
             model_directory(file, tmp_path / "served")
         assert words in str(caught.value) and "\n" not in str(caught.value)
-    for name, word, value in (("rope.dimension_count", "I", 32), ("attention.clamp_kqv", "f", 8.0)):
-        fact = struct.pack("<Q", len(f"llama.{name}")) + f"llama.{name}".encode()
-        fact += struct.pack("<I" + word, {"I": 4, "f": 6}[word], value)
-        more = content[:16] + struct.pack("<Q", 1 + struct.unpack("<Q", content[16:24])[0]) + fact + content[24:]
+    facts = {"rope.dimension_count": ("I", 32), "attention.clamp_kqv": ("f", 8.0), "attention.causal": ("?", False)}
+    facts |= {f"rope.scaling.{name}": ("f", 4.0) for name in ("factor", "attn_factor")}
+    for name, (word, value) in facts.items():
         with pytest.raises(ModelError, match=f"has a llama.{name}, which is not served"):
-            model_directory(write(file, more), tmp_path / "served")
+            model_directory(write(file, with_fact(content, f"llama.{name}", word, value)), tmp_path / "served")
     kind = struct.pack("<I", 4)
     heads = content.index(b"head_count" + kind) + len(b"head_count")
     text = struct.pack("<IQ", 8, 1) + b"4"
@@ -372,6 +371,23 @@ def test_control_tokens_of_known_names_end_answers_of_a_gguf_file(tmp_path: Path
     for text, expected in ((name, [5, at]), (b"<|eot_id|>", [5, at]), (b"<|im_ond|>", [5])):
         written = write(file, content.replace(struct.pack("<Q", len(name)) + name, struct.pack("<Q", len(name)) + text))
         assert read_config(model_directory(written, tmp_path / "served"))["eos_token_id"] == expected
+
+
+def test_texts_of_a_gguf_file_may_end_with_a_token(tmp_path: Path) -> None:
+    """As those of embedding models, which read the last token."""
+    file = make_gguf("F16", "llama", tmp_path, num_hidden_layers=1, adds_bos=True, eos=5)
+    without = TextTokenizer.load(model_directory(file, tmp_path / "served")).encode("the ants")
+    write(file, with_fact(file.read_bytes(), "tokenizer.ggml.add_eos_token", "?", True))
+    tokenizer = TextTokenizer.load(model_directory(file, tmp_path / "served"))
+    assert tokenizer.encode("the ants") == [*without, 5] and without[0] == 1
+    assert tokenizer.encode("the ants", add_special_tokens=False) == without[1:]
+
+
+def with_fact(content: bytes, name: str, word: str, value: float) -> bytes:
+    """A GGUF file with a number more in its metadata; word: as in struct."""
+    fact = struct.pack("<Q", len(name)) + name.encode()
+    fact += struct.pack("<I" + word, {"I": 4, "f": 6, "?": 7}[word], value)
+    return content[:16] + struct.pack("<Q", 1 + struct.unpack("<Q", content[16:24])[0]) + fact + content[24:]
 
 
 def write(file: Path, content: bytes) -> Path:
