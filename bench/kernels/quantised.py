@@ -108,8 +108,8 @@ class Product:
         if self.form == "bf16":
             return [functools.partial(ops.linear, x, one, window_rows=window_rows) for one in self.weights]
         if self.form == "tiles":
-            config = config or config_for(8, num_tokens)
             splits = splits or triton_cuda.num_splits(self.out_features, self.in_features // 128, _num_cores())
+            config = config or config_for(num_tokens, splits)
             weights = [as_rows(one) for one in self.weights]
         else:
             weights = self.weights

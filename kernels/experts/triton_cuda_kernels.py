@@ -119,7 +119,6 @@ def expert_codes_kernel(
     codes_ptr,  # as in `quantised_linear_kernel`, of all experts
     scales_ptr,  # also uint8: exponents of powers of two
     offsets_ptr,
-    table_ptr,
     out_ptr,  # [pairs, out_features]
     in_features,
     out_features,  # of one expert
@@ -129,6 +128,7 @@ def expert_codes_kernel(
     NUM_EXPERTS: tl.constexpr,
     EXPERTS: tl.constexpr,  # a power of two
     FORM: tl.constexpr,
+    TABLE: tl.constexpr,
     OFFSETS: tl.constexpr,
     SCALES_PRODUCTS: tl.constexpr,
     IS_EVEN: tl.constexpr,
@@ -163,7 +163,6 @@ def expert_codes_kernel(
             codes_ptr,
             scales_ptr,
             offsets_ptr,
-            table_ptr,
             tl.minimum(pair, pair_end - 1),
             expert * out_features + tl.where(column < out_features, column, 0),
             0,
@@ -174,6 +173,7 @@ def expert_codes_kernel(
             num_groups,
             out_ptr.dtype.element_ty,
             FORM,
+            TABLE,
             OFFSETS,
             SCALES_PRODUCTS,
             IS_EVEN,

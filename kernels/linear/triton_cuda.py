@@ -116,10 +116,10 @@ def linear_window(
         return out
     tiled: TiledCodes = weight.tiled
     codes = tiled.weight
-    chosen = config or config_for(tiled.bits, x.shape[0])
     rows = x if weight.behind is None else weight.behind.data
     ordered = x if codes.order is None else x.index_select(1, codes.order)
     splits = splits or splits_of(weight)
+    chosen = config or config_for(x.shape[0], splits)
     code_tiles = -(-weight.out_features // chosen.block_out)
     grid = _grid(weight, num_columns, x.shape[0], chosen)
     partials = out
@@ -132,7 +132,6 @@ def linear_window(
         codes.codes,
         codes.scales,
         tiled.offsets,
-        tiled.table,
         weight.bias,
         rows,
         out,
@@ -151,6 +150,7 @@ def linear_window(
         splits,
         CODES_OF_GROUP=tiled.codes_of_group,
         IS_INTERPRETED=os.environ.get("TRITON_INTERPRET") == "1",
+        TABLE=tiled.table,
         SCALES_PRODUCTS=tiled.scales_products,
         HAS_BIAS=weight.bias is not None,
         IS_EVEN=weight.in_features % max(tiled.inputs_of_block, _ROWS_BLOCK) == 0,
@@ -222,10 +222,10 @@ def warm_up(weights: Sequence[PackedWeight], max_tokens: int, max_window_rows: i
         form = (*weight.tiled.constants().values(), weight.data.shape, weight.tiled.num_groups, num_columns)
         forms[(*form, weight.data.dtype, weight.bias is None, weight.tiled.weight.order is None)] = weight, num_columns
     for weight, num_columns in forms.values():
-        for most, config in TABLE[weight.tiled.bits].items():
+        for most in TABLE:
             num_tokens = min(most, max_tokens)
             x = torch.zeros(num_tokens, weight.in_features, dtype=weight.dtype, device=weight.data.device)
-            linear_window(x, weight, num_columns, config=config)
+            linear_window(x, weight, num_columns, config=config_for(most, splits_of(weight)))
         dequantised(weight, 0, min(weight.out_features, _scratch_rows(weight.in_features, weight.dtype)))
         if weight.rounds_prompts and max_tokens > MAX_TOKENS:
             linear(x.new_zeros(MAX_TOKENS + 1, weight.in_features), weight)

@@ -1,7 +1,8 @@
 """Codes of quantised weights in kernels of NVIDIA GPUs: conversions in registers, and products with them."""
 
 # Triton's functions are untyped.
-# mypy: disable-error-code="no-untyped-def, no-untyped-call, no-redef"
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, no-redef, assignment"
+# ruff: noqa: RUF005
 
 from __future__ import annotations
 
@@ -50,38 +51,15 @@ _LOW_BFLOAT16, _HIGH_BFLOAT16, _LOW_FLOAT16, _HIGH_FLOAT16 = (
     for of_type in (_BFLOAT16, _FLOAT16)
     for shift in ("", "shr.b32 t, t, 4;")
 )
-# A table of 16 values, their low bytes in $10 to $17 (each twice), their high bytes in $18 to $25. A selector has three
-# bits of each code, which choose among eight bytes; the fourth chooses between two such choices.
-_LOOK_UP = """
-and.b32 m, {word}, 0x77777777;
-shr.b32 s, {word}, 3;
-and.b32 s, s, 0x11111111;
-""" + "".join(
-    f"""
-{shift}
-prmt.b32 k, ones, 0, s;
-prmt.b32 l, $10, $12, m;
-prmt.b32 t, $14, $16, m;
-lop3.b32 l, l, t, k, 0xd8;
-prmt.b32 h, $18, $20, m;
-prmt.b32 t, $22, $24, m;
-lop3.b32 h, h, t, k, 0xd8;
-prmt.b32 {{pair}}{half}0, l, h, 0x5140;
-prmt.b32 {{pair}}{half}1, l, h, 0x7362;
-"""
-    for half, shift in (("0", ""), ("1", "shr.b32 m, m, 16; shr.b32 s, s, 16;"))
-)
-_TABLE = tl.constexpr(
-    "{\n.reg .b32 m, s, k, l, h, t, ones, p00, p01, p10, p11, q00, q01, q10, q11;\nmov.b32 ones, 0xff00;\n"
-    + _LOOK_UP.format(word="$8", pair="p")
-    + _LOOK_UP.format(word="$9", pair="q")
-    + "".join(
-        f"prmt.b32 ${2 * i}, p{pair}, q{pair}, 0x5410;\nprmt.b32 ${2 * i + 1}, p{pair}, q{pair}, 0x7632;\n"
-        for i, pair in enumerate(("00", "01", "10", "11"))
-    )
-    + "}"
-)
-_TABLE_OPERANDS = tl.constexpr(",".join(["=r"] * 8 + ["r"] * 18))
+# One byte each of the values of four codes, from a table of 16 in $2 to $5. $1 has three bits of each code, which
+# choose among eight bytes; $6 has the fourth, which chooses between two such choices.
+_BYTES = tl.constexpr("""{
+.reg .b32 a, b;
+prmt.b32 a, $2, $3, $1;
+prmt.b32 b, $4, $5, $1;
+lop3.b32 $0, a, b, $6, 0xd8;
+}""")
+_PERMUTE = tl.constexpr("prmt.b32 $0, $1, $2, $3;")
 BFLOAT16_POWER, FLOAT16_POWER = tl.constexpr(128.0), tl.constexpr(1024.0)
 
 
@@ -98,16 +76,16 @@ def _code(words, INDEX: tl.constexpr, FORM: tl.constexpr):
 
 
 @triton.jit
-def _exact(words, zeros, INDEX: tl.constexpr, FORM: tl.constexpr, IS_INTERPRETED: tl.constexpr):
-    """Code INDEX of each word, less the zero point of its column: values that the dtype of `zeros` holds.
+def _exact(words, zeros, x, INDEX: tl.constexpr, FORM: tl.constexpr, IS_INTERPRETED: tl.constexpr):
+    """Code INDEX of each word, less the zero point of its column: values that the dtype of x holds.
 
-    zeros  [columns] as OFFSETS "zeros" has them; of another form, whatever has the dtype
+    zeros  int32 [columns] as OFFSETS "zeros" has them; other forms do not read them
     """
-    dtype: tl.constexpr = zeros.dtype
+    dtype: tl.constexpr = x.dtype
     if FORM == "i4":
         if IS_INTERPRETED:
             power = BFLOAT16_POWER if dtype == tl.bfloat16 else FLOAT16_POWER
-            zero_points = (zeros.to(tl.float32) + power)[:, None]
+            zero_points = (_of_half(zeros, dtype) + power)[:, None]
             values = (_code(words, INDEX, FORM).to(tl.float32) + zero_points).to(dtype)
         else:
             if dtype == tl.bfloat16:
@@ -115,7 +93,7 @@ def _exact(words, zeros, INDEX: tl.constexpr, FORM: tl.constexpr, IS_INTERPRETED
             else:
                 asm: tl.constexpr = _HIGH_FLOAT16 if INDEX % 2 else _LOW_FLOAT16
             operands = [words, 0x4400 + 0x1111 * (INDEX // 2), zeros[:, None]]
-            values = tl.inline_asm_elementwise(asm, "=r,r,r,r,r,r", operands, zeros.dtype, is_pure=True, pack=2)
+            values = tl.inline_asm_elementwise(asm, "=r,r,r,r,r,r,r", operands, x.dtype, is_pure=True, pack=2)
     elif IS_INTERPRETED:
         values = _code(words, INDEX, FORM).to(tl.float32).to(dtype)
     elif dtype == tl.float16:
@@ -130,45 +108,79 @@ def _exact(words, zeros, INDEX: tl.constexpr, FORM: tl.constexpr, IS_INTERPRETED
 
 
 @triton.jit
-def _looked_up(words, table_ptr, like):
-    """Values of all codes of each word, as a tuple, of the dtype of `like`; table_ptr as in the product's kernel."""
-    return tl.inline_asm_elementwise(
-        _TABLE,
-        _TABLE_OPERANDS,
-        [
-            words,
-            tl.load(table_ptr),
-            tl.load(table_ptr + 1),
-            tl.load(table_ptr + 2),
-            tl.load(table_ptr + 3),
-            tl.load(table_ptr + 4),
-            tl.load(table_ptr + 5),
-            tl.load(table_ptr + 6),
-            tl.load(table_ptr + 7),
-        ],
-        (
-            like.dtype,
-            like.dtype,
-            like.dtype,
-            like.dtype,
-            like.dtype,
-            like.dtype,
-            like.dtype,
-            like.dtype,
-        ),
-        is_pure=True,
-        pack=2,
-    )
+def _of_half(zeros, dtype: tl.constexpr):
+    """float32 of zero points as OFFSETS "zeros" has them."""
+    return zeros.to(tl.int16).to(dtype, bitcast=True).to(tl.float32)
 
 
 @triton.jit
-def _looked_up_one(words, table_ptr, INDEX: tl.constexpr, dtype: tl.constexpr):
-    """Value of code INDEX of each word, in the interpreter."""
-    code = (words >> (4 * INDEX)) & 15
-    shift = 8 * (code % 4)
-    low = (tl.load(table_ptr + code // 4) >> shift) & 255
-    high = (tl.load(table_ptr + 4 + code // 4) >> shift) & 255
-    return (low | high << 8).to(tl.int16).to(dtype, bitcast=True)
+def _looked_up(words, TABLE: tl.constexpr, PAIR: tl.constexpr, IS_INTERPRETED: tl.constexpr):
+    """int32: the values of codes 2 * PAIR and 2 * PAIR + 1 of each word in its halves, the low one first. Neighbouring
+    pairs share all but the last instruction.
+
+    TABLE  of `TiledCodes`. A constant: Triton keeps a product's operand in registers where it comes from one load
+    """
+    if IS_INTERPRETED:
+        pairs = tl.zeros_like(words)
+        for index in tl.static_range(2):
+            code = (words >> (8 * PAIR + 4 * index)) & 15
+            for place in tl.static_range(16):
+                value = (TABLE >> (8 * place) & 255) | (TABLE >> (128 + 8 * place) & 255) << 8
+                pairs |= tl.where(code == place, value, 0) << (16 * index)
+    else:
+        low_bits, high_bit = words & 0x77777777, (words >> 3) & 0x11111111
+        if PAIR >= 2:
+            low_bits, high_bit = low_bits >> 16, high_bit >> 16
+        is_high = _permuted(0xFF00 + tl.zeros_like(words), 0, high_bit)
+        low = _table_bytes(low_bits, TABLE, is_high)
+        high = _table_bytes(low_bits, TABLE >> 128, is_high)
+        pairs = _permuted(low, high, 0x5140 if PAIR % 2 == 0 else 0x7362)
+    return pairs
+
+
+@triton.jit
+def _permuted(low, high, selector):
+    operands = [low, high, selector]
+    return tl.inline_asm_elementwise(_PERMUTE, "=r,r,r,r", operands, tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _table_bytes(low_bits, TABLE: tl.constexpr, is_high):
+    first: tl.constexpr = TABLE & 0xFFFFFFFF
+    second: tl.constexpr = (TABLE >> 32) & 0xFFFFFFFF
+    third: tl.constexpr = (TABLE >> 64) & 0xFFFFFFFF
+    fourth: tl.constexpr = (TABLE >> 96) & 0xFFFFFFFF
+    operands = [low_bits, first, second, third, fourth, is_high]
+    return tl.inline_asm_elementwise(_BYTES, "=r,r,r,r,r,r,r", operands, tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _halves(pairs, dtype: tl.constexpr):
+    """int32 [columns, words] -> [columns, 2 * words] of a dtype of 16 bits, each low half before the high one."""
+    low = pairs.to(tl.int16).to(dtype, bitcast=True)
+    high = (pairs >> 16).to(tl.int16).to(dtype, bitcast=True)
+    return tl.join(low, high).reshape(pairs.shape[0], 2 * pairs.shape[1])
+
+
+@triton.jit
+def _behind(left, right):
+    """[columns, inputs] each -> [columns, 2 * inputs], without moving anything between threads."""
+    return tl.join(left, right).permute(0, 2, 1).reshape(left.shape[0], 2 * left.shape[1])
+
+
+@triton.jit
+def _concatenated(parts, COUNT: tl.constexpr):
+    """[columns, inputs] each -> one behind the other; COUNT is 1, 2, 4 or 8."""
+    if COUNT == 1:
+        whole = parts[0]
+    elif COUNT == 2:
+        whole = _behind(parts[0], parts[1])
+    else:
+        whole = _behind(_behind(parts[0], parts[1]), _behind(parts[2], parts[3]))
+        if COUNT == 8:
+            rest = _behind(_behind(parts[4], parts[5]), _behind(parts[6], parts[7]))
+            whole = _behind(whole, rest)
+    return whole
 
 
 @triton.jit
@@ -204,7 +216,7 @@ def dequantised(
         values += tl.load(offsets_ptr + place, mask=mask, other=0.0)[:, None]
     elif OFFSETS == "zeros":
         power = BFLOAT16_POWER if dtype == tl.bfloat16 else FLOAT16_POWER
-        values += ((tl.load(offsets_ptr + place, mask=mask, other=0.0).to(tl.float32) + power) * scale)[:, None]
+        values += ((_of_half(tl.load(offsets_ptr + place, mask=mask, other=0), dtype) + power) * scale)[:, None]
     return values
 
 
@@ -234,7 +246,6 @@ def codes_product(
     codes_ptr,
     scales_ptr,
     offsets_ptr,
-    table_ptr,
     token_read,
     column_read,
     first_block,
@@ -245,6 +256,7 @@ def codes_product(
     num_groups,
     dtype: tl.constexpr,
     FORM: tl.constexpr,
+    TABLE: tl.constexpr,
     OFFSETS: tl.constexpr,
     SCALES_PRODUCTS: tl.constexpr,
     IS_EVEN: tl.constexpr,
@@ -259,59 +271,55 @@ def codes_product(
 ):
     """float32 [columns, tokens]: these columns of the weight by these rows of x, over some blocks of the inputs.
     Arguments are those of `quantised_linear_kernel`."""
+    PAIRED: tl.constexpr = FORM == "table"
+    # Codes of a word that one product takes: it is the more efficient the more inputs it has.
+    OF_PRODUCT: tl.constexpr = CODES_OF_GROUP if SCALES_PRODUCTS and GROUP > 0 else CODES
+    NUM_PARTS: tl.constexpr = OF_PRODUCT // 2 if PAIRED else OF_PRODUCT
     total = tl.zeros((BLOCK_OUT, BLOCK_TOKENS), tl.float32)
+    zeros = tl.zeros((BLOCK_OUT,), tl.int32)
     word_places = codes_ptr + column_read[:, None].to(tl.int64) * WORDS + tl.arange(0, WORDS)[None, :]
     block_size = out_features.to(tl.int64) * WORDS
     for block in tl.range(first_block, last_block, num_stages=STAGES):
         words = tl.load(word_places + block * block_size)
-        first = block * (CODES * WORDS)
-        part = tl.zeros((BLOCK_OUT, BLOCK_TOKENS), tl.float32)
-        scale = tl.zeros((BLOCK_OUT,), tl.float32)
-        zeros = tl.zeros((BLOCK_OUT,), dtype)
-        if FORM == "table" and not IS_INTERPRETED:
-            looked_up = _looked_up(words, table_ptr, zeros)
-        for index in tl.static_range(CODES):
-            x = inputs(x_ptr, token_read, x_stride, first + index * WORDS, in_features, WORDS, IS_EVEN)
-            if SCALES_PRODUCTS:
-                if index % CODES_OF_GROUP == 0:
-                    place = column_read
-                    if GROUP > 0:
-                        group = tl.minimum((first + index * WORDS) // GROUP, num_groups - 1)
-                        place += group * out_features
-                        scale = _scale(scales_ptr + place)
-                        part = tl.zeros((BLOCK_OUT, BLOCK_TOKENS), tl.float32)
-                    if FORM == "i4":
-                        zeros = tl.load(offsets_ptr + place)
-                if FORM != "table":
-                    values = _exact(words, zeros, index, FORM, IS_INTERPRETED)
-                elif IS_INTERPRETED:
-                    values = _looked_up_one(words, table_ptr, index, dtype)
+        for product in tl.static_range(CODES // OF_PRODUCT):
+            first = (block * CODES + product * OF_PRODUCT) * WORDS
+            x = inputs(x_ptr, token_read, x_stride, first, in_features, OF_PRODUCT * WORDS, IS_EVEN)
+            place = column_read
+            if GROUP > 0:
+                place += tl.minimum(first // GROUP, num_groups - 1) * out_features
+            if SCALES_PRODUCTS and FORM == "i4":
+                zeros = tl.load(offsets_ptr + place)
+            parts = ()
+            for index in tl.static_range(product * NUM_PARTS, (product + 1) * NUM_PARTS):
+                if PAIRED:
+                    part = _halves(_looked_up(words, TABLE, index, IS_INTERPRETED), dtype)
+                elif SCALES_PRODUCTS:
+                    part = _exact(words, zeros, x, index, FORM, IS_INTERPRETED)
                 else:
-                    values = looked_up[index]
-                if GROUP > 0:
-                    part = tl.dot(values, tl.trans(x), part)
-                    if index % CODES_OF_GROUP == CODES_OF_GROUP - 1:
-                        total = tl.fma(part, scale[:, None], total)
-                else:
-                    total = tl.dot(values, tl.trans(x), total)
+                    values = dequantised(
+                        words,
+                        scales_ptr,
+                        offsets_ptr,
+                        None,
+                        (block * CODES + index) * WORDS,
+                        num_groups,
+                        out_features,
+                        column_read,
+                        dtype,
+                        index,
+                        FORM,
+                        OFFSETS,
+                        GROUP,
+                        False,
+                    )
+                    part = values.to(dtype)
+                parts = parts + (part,)
+            values = _concatenated(parts, NUM_PARTS)
+            if SCALES_PRODUCTS and GROUP > 0:
+                scale = _scale(scales_ptr + place)
+                total = tl.fma(tl.dot(values, tl.trans(x)), scale[:, None], total)
             else:
-                values = dequantised(
-                    words,
-                    scales_ptr,
-                    offsets_ptr,
-                    None,
-                    first + index * WORDS,
-                    num_groups,
-                    out_features,
-                    column_read,
-                    dtype,
-                    index,
-                    FORM,
-                    OFFSETS,
-                    GROUP,
-                    False,
-                )
-                total = tl.dot(values.to(dtype), tl.trans(x), total)
+                total = tl.dot(values, tl.trans(x), total)
     if SCALES_PRODUCTS and GROUP == 0:
         total *= _scale(scales_ptr + column_read)[:, None]
     return total

@@ -29,8 +29,7 @@ def quantised_linear_kernel(
     ordered_ptr,  # the same with the inputs in the order of the codes
     codes_ptr,  # int32 [blocks, out_features, WORDS]
     scales_ptr,  # float32 [groups, out_features]
-    offsets_ptr,  # [groups, out_features] by OFFSETS: "values", float32; or "zeros", see `triton_cuda`; or None
-    table_ptr,  # int32 [8]: low bytes of a table of 16 values of x's dtype, then their high bytes
+    offsets_ptr,  # [groups, out_features] by OFFSETS: "values", float32; "zeros", int32; or None
     bias_ptr,  # [out_features]
     rows_ptr,  # [num_columns - out_features, in_features] of x's dtype
     out_ptr,  # [tokens, num_columns]
@@ -48,13 +47,14 @@ def quantised_linear_kernel(
     row_blocks_per_split,
     num_splits,
     FORM: tl.constexpr,  # of the codes: "fp8", "i8", "i4", or "table", of 4 bits
+    TABLE: tl.constexpr,  # of `TiledCodes`
     OFFSETS: tl.constexpr,
     SCALES_PRODUCTS: tl.constexpr,  # of values that x's dtype holds; else values are scaled, and rounded to it
     HAS_BIAS: tl.constexpr,
     IS_EVEN: tl.constexpr,
     GROUP: tl.constexpr,  # inputs of a group; 0: there is one
     WORDS: tl.constexpr,
-    CODES: tl.constexpr,  # of a word: code i of word w is input i * WORDS + w of the block
+    CODES: tl.constexpr,  # of a word, see `TiledCodes`
     CODES_OF_GROUP: tl.constexpr,  # of a word that are of one group
     BLOCK_ROWS: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
@@ -84,7 +84,6 @@ def quantised_linear_kernel(
             codes_ptr,
             scales_ptr,
             offsets_ptr,
-            table_ptr,
             token_read,
             column_read,
             first_block,
@@ -95,6 +94,7 @@ def quantised_linear_kernel(
             num_groups,
             dtype,
             FORM,
+            TABLE,
             OFFSETS,
             SCALES_PRODUCTS,
             IS_EVEN,
@@ -216,7 +216,9 @@ def dequantise_kernel(
         gdc_wait()
     words = tl.load(codes_ptr + places)
     for index in tl.static_range(CODES):
-        first = (block * CODES + index) * WORDS
+        first, stride = (block * CODES + index) * WORDS, 1
+        if FORM == "table":
+            first, stride = (block * CODES + index // 2 * 2) * WORDS + index % 2, 2
         values = dequantised(
             words,
             scales_ptr,
@@ -233,7 +235,7 @@ def dequantise_kernel(
             GROUP,
             FORM == "table",
         )
-        position = first + tl.arange(0, WORDS)
+        position = first + stride * tl.arange(0, WORDS)
         is_input = position < in_features
         if HAS_ORDER:
             position = tl.load(order_ptr + position, mask=is_input, other=0)
