@@ -36,8 +36,9 @@ _REASONS = {
 
 
 def errors(statuses: Iterable[int]) -> dict[int | str, dict[str, Any]]:
-    """OpenAPI responses for these error statuses, all in one shape."""
-    return {status: {"model": ErrorResponse, "description": _REASONS[status]} for status in statuses}
+    """OpenAPI responses for these error statuses, to which `finish` gives their one shape: of a model FastAPI
+    would build two validators for each of these 400."""
+    return {status: {"description": _REASONS[status]} for status in statuses}
 
 
 TEXT_ERRORS = errors((400, 401, 404, 413, 429, 500, 503))
@@ -196,7 +197,7 @@ def serve_openapi(app: FastAPI, access: Access | None, root_path: str = "") -> N
         if app.openapi_schema is None:
             schema = get_openapi(title=app.title, version=server_version(), routes=app.routes)
             chunks: dict[str, Any] = {}
-            for model in (ChatChunk, ResponseEvent, MessageEvent, MessageError):
+            for model in (ErrorResponse, ChatChunk, ResponseEvent, MessageEvent, MessageError):
                 chunk = model.model_json_schema(ref_template="#/components/schemas/{model}")
                 chunks |= {**chunk.pop("$defs", {}), model.__name__: chunk}
             finish(schema, access=access, chunks=chunks)
