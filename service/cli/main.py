@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import gc
 import math
 import os
 import signal
@@ -172,6 +173,8 @@ def _serve(given: list[str]) -> int:
     except StartError as error:
         print(f"multilora: {error}", file=sys.stderr)
         return 1
+    # As the engine's process does: imported objects stay.
+    gc.disable()
     # Its flags come from the settings, which no other command needs to import.
     from service.server.serve import serve
 

@@ -292,6 +292,7 @@ def _warm_engine(options: EngineOptions, probing: ProbeProcess | None) -> Engine
 
     from service.engine.startup.build import build_engine
 
+    gc.freeze()
     gc.enable()
     # torch goes by the cores of the affinity mask and by OMP_NUM_THREADS, and knows no quota.
     most_threads = options.num_threads or min(torch.get_num_threads(), num_usable_cpus())
@@ -312,7 +313,7 @@ def _warm_engine(options: EngineOptions, probing: ProbeProcess | None) -> Engine
     parts = ("libraries", "weights, probes and budgets", "kernels", "first steps")
     parts_shown = (f"{part} {end - begin:.1f}" for part, (begin, end) in zip(parts, pairwise(times), strict=True))
     log.info("the engine started in %.1f s: %s", times[-1] - times[0], ", ".join(parts_shown))
-    # Objects that live now live on: the collector need not walk through all of torch each time.
+    # Objects that live now live on, too.
     gc.collect()
     gc.freeze()
     return engine

@@ -6,6 +6,7 @@ Imports at the top are light: the engine process, whose start takes longest, is 
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib
 import os
 import resource
@@ -94,6 +95,8 @@ async def _start_and_serve(settings: Settings, listener: socket.socket) -> int:
     try:
         await asyncio.to_thread(importlib.import_module, "service.server.app")
         app = _make_app(settings, engine)
+        gc.freeze()
+        gc.enable()
     except BaseException:
         await engine.close()
         raise
