@@ -30,7 +30,7 @@ from tests.support.processes import children, command_line
 _ROOT = Path(__file__).resolve().parents[3]
 
 
-def wait_for(condition: Callable[[], Any], what: str) -> Any:
+def wait_for(condition: Callable[[], Any], what: str, *, every_seconds: float = 0.02) -> Any:
     """Poll until `condition()` is true and return what it returned; AssertionError after LIMIT_SECONDS."""
     deadline = time.monotonic() + LIMIT_SECONDS
     while True:
@@ -38,7 +38,7 @@ def wait_for(condition: Callable[[], Any], what: str) -> Any:
         if value:
             return value
         assert time.monotonic() < deadline, f"waited {LIMIT_SECONDS} s in vain for {what}"
-        time.sleep(0.02)
+        time.sleep(every_seconds)
 
 
 @dataclass
@@ -159,7 +159,7 @@ def start_server(
     try:
         server.url = wait_for(lambda: _listening_url(server), "the server to listen")
         if wait:
-            wait_for(lambda: _is_ready(server), "the server to be ready")
+            wait_for(lambda: _is_ready(server), "the server to be ready", every_seconds=0.1)  # each asks the server
     except BaseException:
         process.kill()
         process.wait()
