@@ -1,6 +1,6 @@
 """Weights as the tools that quantise them have them, for tests/models/test_quantised.py.
 
-Needs bitsandbytes 0.50.2 and compressed-tensors 0.20.1, which tests do not.
+Needs auto-round 0.16.1, bitsandbytes 0.50.2 and compressed-tensors 0.20.1, which tests do not.
 """
 
 from __future__ import annotations
@@ -63,12 +63,39 @@ def compressed(weight: torch.Tensor) -> dict[str, torch.Tensor]:
     return found
 
 
+def auto_round() -> dict[str, torch.Tensor]:
+    """Words of any bits, as GPTQ's two versions and AWQ hold them, and what auto-round's modules take them for."""
+    from auto_round.export.export_to_awq.utils import dequantize_gemm
+    from auto_round_extension.torch import qlinear_torch, qlinear_torch_zp
+
+    generator = torch.Generator().manual_seed(1)
+    outputs, inputs, group = 32, 64, 16
+    num_groups = inputs // group
+
+    def words(*shape: int) -> torch.Tensor:
+        return torch.randint(-(2**31), 2**31, shape, generator=generator).to(torch.int32)
+
+    def scales() -> torch.Tensor:
+        return (torch.rand(num_groups, outputs, generator=generator) / 64 + 1e-3).half()
+
+    found: dict[str, torch.Tensor] = {}
+    for name, kind, bits in (("gptq", qlinear_torch_zp, 4), ("gptq_v2", qlinear_torch, 8)):
+        module = kind.QuantLinear(bits, group, inputs, outputs, False, g_idx=True)
+        module.qweight, module.qzeros = words(inputs * bits // 32, outputs), words(num_groups, outputs * bits // 32)
+        module.scales, module.g_idx = scales(), module.g_idx[torch.randperm(inputs, generator=generator)]
+        found |= {f"{name}.stored.{suffix}": tensor for suffix, tensor in module.state_dict().items()}
+        found[f"{name}.torch.float16"] = module(torch.eye(inputs, dtype=torch.float16)).t()
+    awq = {"qweight": words(inputs, outputs // 8), "qzeros": words(num_groups, outputs // 8), "scales": scales()}
+    found |= {f"awq.stored.{suffix}": tensor for suffix, tensor in awq.items()}
+    return found | {"awq.torch.float16": dequantize_gemm(*awq.values(), 4, group).t()}
+
+
 def main() -> None:
     generator = torch.Generator().manual_seed(0)
     tensors: dict[str, torch.Tensor] = {}
     for name, shape in SHAPES.items():
         tensors |= bitsandbytes_nf4(name, torch.randn(shape, generator=generator).to(torch.bfloat16))
-    tensors |= compressed(torch.randn(16, 48, generator=generator).to(torch.bfloat16))
+    tensors |= compressed(torch.randn(16, 48, generator=generator).to(torch.bfloat16)) | auto_round()
     save_file({name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}, FILE)
 
 

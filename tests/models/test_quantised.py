@@ -152,21 +152,25 @@ TOOLS: dict[str, tuple[dict[str, Any], tuple[int, int]]] = {
     "straddling.nested": (FORMATS["nf4"][1], (10, 40)),
     "packed": (FORMATS["packed"][1], (16, 48)),
     "float": (FORMATS["fp8_channels"][1], (16, 48)),
+    "gptq": ({**FORMATS["gptq_act_order"][1], "group_size": 16}, (32, 64)),
+    "gptq_v2": ({**FORMATS["gptq_v2_8bit"][1], "group_size": 16, "desc_act": True}, (32, 64)),
+    "awq": ({**FORMATS["awq"][1], "group_size": 16}, (32, 64)),
 }
 
 
 @pytest.mark.parametrize("name", TOOLS)
 def test_tensors_of_the_tools_have_the_bits_that_the_tools_give_them(name: str, tmp_path: Path) -> None:
-    """bitsandbytes and compressed-tensors, as above."""
+    """bitsandbytes, compressed-tensors and auto-round, as above."""
     quantization_config, shape = TOOLS[name]
     fixture, start = load_file(FIXTURE), f"{name}.stored."
     stored = {key.removeprefix(start): part for key, part in fixture.items() if key.startswith(start)}
     with open_checkpoint(stored_module(tmp_path, stored, **quantization_config)) as checkpoint:
         weight = checkpoint.weight("m.weight", shape)
     assert isinstance(weight, Quantised)
-    for dtype in (torch.float32, torch.bfloat16):
-        if f"{name}.{dtype}" in fixture:
-            assert torch.equal(dequantise(weight, dtype), fixture[f"{name}.{dtype}"])
+    expected = {dtype: fixture.get(f"{name}.{dtype}") for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+    assert any(values is not None for values in expected.values())
+    for dtype, values in expected.items():
+        assert values is None or torch.equal(dequantise(weight, dtype), values)
 
 
 def stored_module(directory: Path, stored: dict[str, torch.Tensor], **quantization_config: Any) -> Path:
