@@ -304,6 +304,7 @@ def _add_doctor(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model-dir", help="Hugging Face directory of the base model; default: the bundled one")
     parser.add_argument("--store-dir", help="directory of uploaded adapters; default: as for serve")
     parser.add_argument("--dtype", help="auto, float32, bfloat16 or float16; default: as for serve")
+    parser.add_argument("--weights", help="auto, bf16, fp8, int8 or nf4; default: as for serve")
     parser.add_argument("--block-size-tokens", help="number of tokens in a KV block; default: as for serve")
     parser.add_argument("--json", action="store_true", help="print JSON, for a bug report, and nothing else")
     deep = parser.add_argument_group("on a new kind of host", "one process for each step, and one report of all")

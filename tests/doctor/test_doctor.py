@@ -124,6 +124,12 @@ class TestOnAHealthyCpu:
             )
         assert len(done.ops()["lora"]["trials"]) == 6
 
+    def test_weights_that_are_quantised_while_they_load(self, work_dir: Path) -> None:
+        """Their products are tried too."""
+        done = visit("--weights=int8", "--store-dir=adapters", work_dir=work_dir)
+        assert done.code == 0, done.out
+        assert "linear_quantised" in [trial["case"] for trial in done.ops()["linear"]["trials"]]
+
     def test_it_reads_without_colour(self, work_dir: Path) -> None:
         done = visit("--device=cpu", work_dir=work_dir, as_json=False)
         assert done.code == 0, done.out

@@ -28,7 +28,7 @@ _PARTS: tuple[tuple[str, str, str, Callable[[Examination], Section]], ...] = (
     ("store", "Adapter store", "looking at the adapter store", look_at_store),
 )
 # Settings that decide what is examined.
-SETTINGS = ("device", "model_dir", "store_dir", "dtype", "block_size_tokens")
+SETTINGS = ("device", "model_dir", "store_dir", "dtype", "weights", "block_size_tokens")
 
 
 def examine(arguments: argparse.Namespace, tell: Callable[[str], None]) -> Report:
