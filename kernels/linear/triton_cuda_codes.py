@@ -221,13 +221,14 @@ def dequantised(
 
 
 @triton.jit
-def inputs(x_ptr, token, stride, first, in_features, BLOCK: tl.constexpr, IS_EVEN: tl.constexpr):
-    """[tokens, BLOCK] of x from input `first` on; zero past the last one."""
+def inputs(x_ptr, token, token_end, stride, first, in_features, BLOCK: tl.constexpr, IS_EVEN: tl.constexpr):
+    """[tokens, BLOCK] of x from input `first` on; zero past the last token and the last input."""
     position = first + tl.arange(0, BLOCK)
     places = x_ptr + token[:, None].to(tl.int64) * stride + position[None, :]
-    if IS_EVEN:
-        return tl.load(places)
-    return tl.load(places, mask=position[None, :] < in_features, other=0.0)
+    mask = (token < token_end)[:, None]
+    if not IS_EVEN:
+        mask = mask & (position[None, :] < in_features)
+    return tl.load(places, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -246,7 +247,8 @@ def codes_product(
     codes_ptr,
     scales_ptr,
     offsets_ptr,
-    token_read,
+    token,
+    token_end,
     column_read,
     first_block,
     last_block,
@@ -283,7 +285,7 @@ def codes_product(
         words = tl.load(word_places + block * block_size)
         for product in tl.static_range(CODES // OF_PRODUCT):
             first = (block * CODES + product * OF_PRODUCT) * WORDS
-            x = inputs(x_ptr, token_read, x_stride, first, in_features, OF_PRODUCT * WORDS, IS_EVEN)
+            x = inputs(x_ptr, token, token_end, x_stride, first, in_features, OF_PRODUCT * WORDS, IS_EVEN)
             place = column_read
             if GROUP > 0:
                 place += tl.minimum(first // GROUP, num_groups - 1) * out_features

@@ -34,7 +34,7 @@ MIN_INPUTS = 16
 MAX_TOKENS = 256
 # Programs for each core that the inputs of a narrow weight are split for, the outputs of one by which they are counted,
 # and the fewest blocks of one. None depends on the tokens, so that sums have the same order in every step.
-PROGRAMS_PER_CORE = 3
+PROGRAMS_PER_CORE = 2
 SPLIT_OUT = 64
 MIN_BLOCKS = 4
 

@@ -66,9 +66,7 @@ def quantised_linear_kernel(
     """Grid (tiles of columns, tiles of tokens, splits of the inputs). Tiles of columns past the codes' are of rows."""
     tile = tl.program_id(0)
     split = tl.program_id(2)
-    # Tokens past the last one read the first, and are not stored.
     token = tl.program_id(1) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-    token_read = tl.where(token < num_tokens, token, 0)
     dtype = out_ptr.dtype.element_ty
     total = tl.zeros((BLOCK_OUT, BLOCK_TOKENS), tl.float32)
     if DEPENDENT_LAUNCH:
@@ -84,7 +82,8 @@ def quantised_linear_kernel(
             codes_ptr,
             scales_ptr,
             offsets_ptr,
-            token_read,
+            token,
+            num_tokens,
             column_read,
             first_block,
             tl.minimum(first_block + blocks_per_split, num_blocks),
@@ -120,7 +119,7 @@ def quantised_linear_kernel(
                 rows = tl.load(row_places + position[None, :])
             else:
                 rows = tl.load(row_places + position[None, :], mask=position[None, :] < in_features, other=0.0)
-            x = inputs(x_ptr, token_read, x_stride, block * BLOCK_ROWS, in_features, BLOCK_ROWS, IS_EVEN)
+            x = inputs(x_ptr, token, num_tokens, x_stride, block * BLOCK_ROWS, in_features, BLOCK_ROWS, IS_EVEN)
             total = tl.dot(rows, tl.trans(x), total)
     if num_splits > 1:
         place = (tile * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * num_splits + split
