@@ -14,7 +14,7 @@ from typing import Any
 from adapters.files.durable_files import whole_directory
 from adapters.files.git_lfs import is_lfs_pointer
 from service.models.families import PRE_TOKENIZERS, config_of_gguf
-from service.models.gguf_file import CONTROL_TOKEN, LINK, USER_TOKEN, GgufFile, read_gguf
+from service.models.gguf_file import CONTROL_TOKEN, LINK, USER_TOKEN, GgufFile, parts_of, read_gguf
 from service.models.spec.config_json import ModelError
 
 
@@ -24,9 +24,11 @@ def model_directory(path: Path, root: Path) -> Path:
     if not path.is_file():
         _refuse_gguf_files(path)
         return path
-    if is_lfs_pointer(path):
-        raise ModelError(f"{path} is a Git LFS pointer and not the file: run `git lfs pull`, or `hf download`")
-    file = read_gguf(path)
+    parts = parts_of(path.absolute())
+    for part in parts:
+        if part.is_file() and is_lfs_pointer(part):
+            raise ModelError(f"{part} is a Git LFS pointer and not the file: run `git lfs pull`, or `hf download`")
+    file = read_gguf(parts[0])
     try:
         texts: dict[str, Any] = {"config.json": config_of_gguf(file), **_tokenizer(file)}
     except ModelError:
@@ -35,9 +37,9 @@ def model_directory(path: Path, root: Path) -> Path:
         raise ModelError(f"the metadata of {path} has a value of another kind: {error}: convert it anew") from error
     template = file.facts.get("tokenizer.chat_template")
     # By what is written, too: another version of this server may write other files.
-    stat = path.stat()
-    source = json.dumps([str(path.resolve()), stat.st_size, stat.st_mtime_ns, texts, str(template)])
-    directory = root / hashlib.sha256(source.encode()).hexdigest()[:16] / path.stem
+    stats = [(str(part), part.stat().st_size, part.stat().st_mtime_ns) for part in parts]
+    source = json.dumps([stats, texts, str(template)])
+    directory = root / hashlib.sha256(source.encode()).hexdigest()[:16] / parts[0].stem
     if directory.is_dir():
         return directory
     with suppress(FileExistsError), whole_directory(directory) as written:  # another process may be first
@@ -45,7 +47,7 @@ def model_directory(path: Path, root: Path) -> Path:
             (written / name).write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
         if isinstance(template, str):
             (written / "chat_template.jinja").write_text(template, encoding="utf-8")
-        (written / LINK).symlink_to(path.resolve())
+        (written / LINK).symlink_to(parts[0])
     return directory
 
 

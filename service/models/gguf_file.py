@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from service.models.spec.config_json import ModelError
 
-LINK = "model.gguf"  # in a model directory, to the file
+LINK = "model.gguf"  # in a model directory, to the file, or to the first of several
+_NAME_OF_PART = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
 # Number formats of GGUF's metadata by their ids; 8 is a string, 9 an array.
 _NUMBERS = dict(enumerate(("<B", "<b", "<H", "<h", "<I", "<i", "<f", "<?"))) | {10: "<Q", 11: "<q", 12: "<d"}
 _STRING, _ARRAY = 8, 9
@@ -53,8 +55,9 @@ _NOT_SERVED = {
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of a file: its type's name, its shape [outputs, inputs], and the bytes in the file that it has."""
+    """A tensor: its file, its type's name, its shape [outputs, inputs], and the bytes in the file that it has."""
 
+    file: Path
     kind: str
     shape: tuple[int, ...]
     begin: int
@@ -76,13 +79,40 @@ class GgufFile:
         return self.facts[name]
 
 
+def parts_of(path: Path) -> list[Path]:
+    """The files of the model that the file at `path` is a part of, as its name says, else the one."""
+    named = path
+    while named.name == LINK and named.is_symlink():
+        named = named.readlink()
+    found = _NAME_OF_PART.fullmatch(named.name)
+    if found is None:
+        return [path]
+    return [named.with_name(f"{found[1]}-{part:05d}-of-{found[2]}.gguf") for part in range(1, 1 + int(found[2]))]
+
+
 def read_gguf(path: Path) -> GgufFile:
-    """Raises ModelError for what is no GGUF file of version 2 or 3, for one that is cut, and for types of tensors that
-    are not served."""
+    """The model of `parts_of`. Raises ModelError for what is no GGUF file of version 2 or 3, for one that is cut or
+    missing, and for types of tensors that are not served."""
+    paths = parts_of(path)
+    first, *others = files = [_read(one) for one in paths]
+    tensors = {name: tensor for file in files for name, tensor in file.tensors.items()}
+    factors = next((file.rope_factors for file in files if file.rope_factors), ())
+    count = first.facts.get("split.count", 1)
+    if count != len(files):
+        raise ModelError(
+            f"{paths[0]} has a split.count of {count}, and its name is not that of a part, such as "
+            "model-00001-of-00002.gguf: give it the name that it was published by, beside the others"
+        )
+    if others and len(tensors) != first.facts.get("split.tensors.count", len(tensors)):
+        raise ModelError(f"{paths[0]} and its other parts are not of one model: download them again")
+    return replace(first, tensors=tensors, rope_factors=factors)
+
+
+def _read(path: Path) -> GgufFile:
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
-            return _Reader(file, size).read()
+            return _Reader(file, size, path).read()
     except OSError as error:
         raise ModelError(f"{path} cannot be read: {error.strerror}") from error
     except (struct.error, UnicodeDecodeError, _Cut) as error:
@@ -94,8 +124,8 @@ class _Cut(Exception):
 
 
 class _Reader:
-    def __init__(self, file: BinaryIO, size: int) -> None:
-        self._file, self._size = file, size
+    def __init__(self, file: BinaryIO, size: int, path: Path) -> None:
+        self._file, self._size, self._path = file, size, path
 
     def read(self) -> GgufFile:
         if self._file.read(4) != b"GGUF" or self._number("<I") not in (2, 3):
@@ -122,7 +152,7 @@ class _Reader:
             label, num_values, num_bytes = TYPES[kind]
             if not shape or shape[-1] % num_values:
                 raise ModelError(f"tensor {name} of the GGUF file has rows of no whole blocks of {label}")
-            entry = StoredTensor(label, shape, begin + offset, math.prod(shape) // num_values * num_bytes)
+            entry = StoredTensor(self._path, label, shape, begin + offset, math.prod(shape) // num_values * num_bytes)
             if entry.begin + entry.num_bytes > self._size:
                 raise _Cut
             tensors[name] = entry

@@ -14,7 +14,7 @@ from typing import Any
 
 from adapters.layout import BaseLayout, Experts, ProjectionSpec, Slice, SplitModule
 from service.models.families import model_spec
-from service.models.gguf_file import LINK
+from service.models.gguf_file import LINK, parts_of
 from service.models.spec.config_json import ModelError, read_config
 from service.models.spec.model_spec import ModelSpec, MoeSpec
 
@@ -47,7 +47,8 @@ def weights_fingerprint(model_dir: Path) -> str:
 
 def weight_files(model_dir: Path) -> list[Path]:
     """Files with weights, in order."""
-    return sorted([*model_dir.glob("*.safetensors"), *model_dir.glob(LINK)])
+    in_gguf = [part for link in model_dir.glob(LINK) for part in parts_of(link)]
+    return sorted([*model_dir.glob("*.safetensors"), *in_gguf])
 
 
 def layout_of(config: Mapping[str, Any]) -> BaseLayout:

@@ -21,6 +21,7 @@ from service.engine.startup.build import build_engine
 from service.models.checkpoint.checkpoint import compare, open_checkpoint
 from service.models.families import model_spec
 from service.models.gguf_directory import model_directory
+from service.models.layouts import weights_fingerprint
 from service.models.loader import load_model
 from service.models.spec.config_json import ModelError, read_config
 from service.text.tokenizer import TextTokenizer
@@ -406,6 +407,42 @@ def test_a_directory_of_gguf_files_is_answered_by_one_of_their_names(others: tup
         (tmp_path / name).touch()
     with pytest.raises(ModelError, match=r"and no safetensors: name one of them, such as .*/tiny.Q4_K_M.gguf$"):
         model_directory(tmp_path, tmp_path / "served")
+
+
+def test_a_gguf_file_in_parts_is_served_by_any_of_them(tmp_path: Path) -> None:
+    """The first may have no tensor; names are those of links, as in a cache of Hugging Face."""
+    first = make_gguf("Q8_0", "llama", tmp_path, num_hidden_layers=1, tensors_per_part=6)
+    names = sorted(tmp_path.glob("tiny-*-of-00003.gguf"))
+    assert names[0] == first
+    blobs = [name.rename(tmp_path / f"blob-{index}") for index, name in enumerate(names)]
+    for name, blob in zip(names, blobs, strict=True):
+        name.symlink_to(blob)
+    served = [model_directory(name, tmp_path / "served") for name in names]
+    assert len({*served}) == 1
+    (served[0] / DEQUANTISED).symlink_to(tmp_path / DEQUANTISED)
+    assert_parity(served[0], "cpu")
+    content, before = blobs[2].read_bytes(), weights_fingerprint(served[0])
+    half = len(content) // 2
+    write(blobs[2], content[:half] + bytes(64) + content[half + 64 :])
+    assert weights_fingerprint(served[0]) != before
+    for changed, words in ((content[:-64], "00003-of-00003.gguf is cut"), (blobs[1].read_bytes(), "not of one model")):
+        write(blobs[2], changed)
+        with pytest.raises(ModelError, match=words):
+            model_directory(first, tmp_path / "served")
+    names[2].unlink()
+    with pytest.raises(ModelError, match=r"00003-of-00003.gguf cannot be read: No such file"):
+        model_directory(first, tmp_path / "served")
+    with pytest.raises(ModelError, match=r"split.count of 3, and its name is not that of a part"):
+        model_directory(blobs[0], tmp_path / "served")
+
+
+def test_a_vector_of_a_gguf_file_in_codes_is_refused(tmp_path: Path) -> None:
+    file = make_gguf("Q8_0", "llama", tmp_path, num_hidden_layers=1)
+    content = file.read_bytes()
+    at = content.index(b"blk.0.attn_norm.weight") + len(b"blk.0.attn_norm.weight") + 4 + 8
+    changed = write(file, content[:at] + struct.pack("<I", 8) + content[at + 4 :])
+    with pytest.raises(ModelError, match=r"tensor blk.0.attn_norm.weight of .* is a vector in Q8_0"):
+        load_model(model_directory(changed, tmp_path / "served"))
 
 
 @pytest.mark.parametrize("name", ["tiny.GGUF", "sha256-0a1b"])

@@ -200,5 +200,5 @@ def one_layer(model_dir: Path, directory: Path) -> int:
     (directory / "config.json").write_text(json.dumps(config))
     for path in model_dir.iterdir():
         if path.name != "config.json":
-            (directory / path.name).symlink_to(path.resolve())
+            (directory / path.name).symlink_to(path.absolute())
     return layer

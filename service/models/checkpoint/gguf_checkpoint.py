@@ -46,7 +46,7 @@ class GgufCheckpoint:
         """
         file = read_gguf(path)
         self._path, self._tensors = path, file.tensors
-        self._data = np.memmap(path, np.uint8, "r")
+        self._data = {part: np.memmap(part, np.uint8, "r") for part in {one.file for one in file.tensors.values()}}
         self._heads: dict[str, int] = {}
         if has_paired_rows:
             architecture = file.fact("general.architecture")
@@ -64,6 +64,8 @@ class GgufCheckpoint:
             return f"{self._path} has no tensor {_stored(name) or name}: convert the model anew"
         if entry.shape != shape:
             return f"tensor {_stored(name)} of {self._path} has the shape {list(entry.shape)}, not {list(shape)}"
+        if len(shape) < 2 and entry.kind not in _DTYPES:
+            return f"tensor {_stored(name)} of {self._path} is a vector in {entry.kind}: convert the model anew"
         return None
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -77,7 +79,7 @@ class GgufCheckpoint:
         if fault is not None or stored is None:
             raise ModelError(fault or f"{self._path} has no tensor {name}")
         entry = self._tensors[stored]
-        octets = torch.from_numpy(self._data[entry.begin : entry.begin + entry.num_bytes].copy())
+        octets = torch.from_numpy(self._data[entry.file][entry.begin : entry.begin + entry.num_bytes].copy())
         order = self._row_order(stored, shape)
         if entry.kind in _DTYPES:
             values = octets.view(_DTYPES[entry.kind]).view(shape)

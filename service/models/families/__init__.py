@@ -130,7 +130,7 @@ def _usual(config: Mapping[str, Any]) -> dict[str, Any]:
     absent = ("attention.sliding_window", "attention.scale", "attention.clamp_kqv", "rope.scale_linear", "logit_scale")
     named = {f"{config['model_type']}.{name}": value for name, value in (sizes | dict.fromkeys(absent)).items()}
     named |= {f"{config['model_type']}.{name}": 1.0 for name in ("rope.scaling.factor", "rope.scaling.attn_factor")}
-    return {"split.count": 1, f"{config['model_type']}.attention.causal": True, **named}
+    return {f"{config['model_type']}.attention.causal": True, **named}
 
 
 def _endings(file: GgufFile) -> list[int]:

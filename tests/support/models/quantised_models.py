@@ -358,17 +358,20 @@ def make_gguf(
     pre: str = "smollm",
     adds_bos: bool | None = None,
     eos: int | None = None,
+    tensors_per_part: int = 0,
     **overrides: Any,
 ) -> Path:
     """Write a tiny model's file by the package gguf, its matrices of the type `kind`, and beside it the dequantised
-    twin; returns the file. pre: the pre-tokenizer; adds_bos: None leaves it to that."""
+    twin; returns the file. pre: the pre-tokenizer; adds_bos: None leaves it to that; tensors_per_part: 0 writes one
+    file, else the first of several has no tensor."""
     gguf: Any = pytest.importorskip("gguf", reason="NOT RUN: gguf is not installed")
 
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 64, **overrides}
     made = make_tiny_model(family, directory / DEQUANTISED, **sizes)
     config = json.loads((made / "config.json").read_text())
     tokenizer = json.loads((made / "tokenizer.json").read_text())
-    writer = gguf.GGUFWriter(directory / "tiny.gguf", family)
+    split = {"split_max_tensors": tensors_per_part, "small_first_shard": bool(tensors_per_part)}
+    writer = gguf.GGUFWriter(directory / "tiny.gguf", family, **split)
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -420,7 +423,7 @@ def make_gguf(
     writer.write_tensors_to_file()
     writer.close()
     save_file(plain, made / "model.safetensors", {"format": "pt"})
-    return directory / "tiny.gguf"
+    return next(iter(sorted(directory.glob("tiny*.gguf"))))
 
 
 def _llama_3_factors(rope: dict[str, Any], head_dim: int) -> np.ndarray:
