@@ -109,7 +109,7 @@ class Product:
             return [functools.partial(ops.linear, x, one, window_rows=window_rows) for one in self.weights]
         if self.form == "tiles":
             splits = splits or triton_cuda.num_splits(self.out_features, self.in_features // 128, _num_cores())
-            config = config or config_for(num_tokens, splits)
+            config = config or config_for(num_tokens, num_columns, splits, _num_cores())
             weights = [as_rows(one) for one in self.weights]
         else:
             weights = self.weights

@@ -30,6 +30,7 @@ from kernels.linear.triton_cuda_configs import (
     TileConfig,
     TiledCodes,
     config_for,
+    configs_for,
     num_splits,
     tiled_codes,
 )
@@ -119,7 +120,7 @@ def linear_window(
     rows = x if weight.behind is None else weight.behind.data
     ordered = x if codes.order is None else x.index_select(1, codes.order)
     splits = splits or splits_of(weight)
-    chosen = config or config_for(x.shape[0], splits)
+    chosen = config or config_for(x.shape[0], num_columns, splits, in_use(x.device).num_cores)
     code_tiles = -(-weight.out_features // chosen.block_out)
     grid = _grid(weight, num_columns, x.shape[0], chosen)
     partials = out
@@ -225,7 +226,8 @@ def warm_up(weights: Sequence[PackedWeight], max_tokens: int, max_window_rows: i
         for most in TABLE:
             num_tokens = min(most, max_tokens)
             x = torch.zeros(num_tokens, weight.in_features, dtype=weight.dtype, device=weight.data.device)
-            linear_window(x, weight, num_columns, config=config_for(most, splits_of(weight)))
+            for config in configs_for(most, splits_of(weight)):
+                linear_window(x, weight, num_columns, config=config)
         dequantised(weight, 0, min(weight.out_features, _scratch_rows(weight.in_features, weight.dtype)))
         if weight.rounds_prompts and max_tokens > MAX_TOKENS:
             linear(x.new_zeros(MAX_TOKENS + 1, weight.in_features), weight)

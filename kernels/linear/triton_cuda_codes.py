@@ -222,13 +222,21 @@ def dequantised(
 
 @triton.jit
 def inputs(x_ptr, token, token_end, stride, first, in_features, BLOCK: tl.constexpr, IS_EVEN: tl.constexpr):
-    """[tokens, BLOCK] of x from input `first` on; zero past the last token and the last input."""
+    """[tokens, BLOCK] of x from input `first` on; zero past the last one. Tokens past the last one are others again,
+    which takes fewer registers than zeros; of few tokens they are zero, since the same places of the L2 cache would be
+    read by all programs."""
     position = first + tl.arange(0, BLOCK)
-    places = x_ptr + token[:, None].to(tl.int64) * stride + position[None, :]
-    mask = (token < token_end)[:, None]
-    if not IS_EVEN:
-        mask = mask & (position[None, :] < in_features)
-    return tl.load(places, mask=mask, other=0.0)
+    places = x_ptr + (token % token_end)[:, None].to(tl.int64) * stride + position[None, :]
+    if token.shape[0] <= 16:
+        mask = (token < token_end)[:, None]
+        if not IS_EVEN:
+            mask = mask & (position[None, :] < in_features)
+        x = tl.load(places, mask=mask, other=0.0)
+    elif IS_EVEN:
+        x = tl.load(places)
+    else:
+        x = tl.load(places, mask=position[None, :] < in_features, other=0.0)
+    return x
 
 
 @triton.jit

@@ -53,10 +53,18 @@ TABLE = {
 }
 
 
-def config_for(num_tokens: int, splits: int) -> TileConfig:
-    """The configuration for a step of up to MAX_TOKENS tokens."""
+def configs_for(num_tokens: int, splits: int) -> tuple[TileConfig, ...]:
+    """Those that a step of up to MAX_TOKENS tokens may need: `config_for` chooses one."""
     split, whole = next(configs for most, configs in TABLE.items() if num_tokens <= most)
-    return split if splits > 1 else whole
+    return (split, replace(split, stages=3)) if splits > 1 else (whole,)
+
+
+def config_for(num_tokens: int, num_columns: int, splits: int, num_cores: int) -> TileConfig:
+    """The configuration for a step of up to MAX_TOKENS tokens. With three stages a core runs three programs at a time,
+    with four two."""
+    first, *others = configs_for(num_tokens, splits)
+    num_programs = -(-num_columns // first.block_out) * -(-num_tokens // first.block_tokens) * splits
+    return others[0] if others and num_programs > 2 * num_cores else first
 
 
 def num_splits(out_features: int, num_blocks: int, num_cores: int) -> int:
