@@ -150,12 +150,13 @@ def test_a_step_that_cannot_be_started_costs_no_report(meeting: Meeting) -> None
     ("flags", "sentence"),
     [
         (["--model-dir", "nowhere"], "nowhere is no directory"),
-        (["--model-dir", "."], ". holds no model: there is no config.json in it."),
+        (["--model-dir", "bare"], "bare holds no model: there is no config.json in it."),
+        (["--model-dir", "."], ". has GGUF files and no safetensors: name one of them, such as cut-short.gguf."),
         (["--model-dir", "bad"], "The model in bad cannot be read: bad/config.json: Expecting value"),
         (["--model-dir", "unreadable"], "unreadable/model.safetensors: Is a directory."),
         (["--model-dir", "empty"], "empty holds no weights"),
         (["--model-dir", "cut-short"], "cut-short cannot be read: cut-short/model.safetensors: Error while"),
-        (["--model-dir", "cut-short.gguf"], "cut-short.gguf is cut or no GGUF file: download it again."),
+        (["--model-dir", "cut-short.gguf"], "cut-short.gguf is cut or no GGUF file: download it again, or name"),
         (["--model-dir", "links"], "links/model.safetensors is a link to a file that is not here"),
         (["--report-dir", "begun/below"], "The report's directory begun/below cannot be written: Not a directory"),
         (["--resume"], "There is no report in doctor-report to go on with"),
@@ -177,6 +178,7 @@ def test_bad_input_is_refused_in_a_sentence(
         (meeting.directory / name).mkdir()
         (meeting.directory / name / "config.json").write_text("" if name == "bad" else "{}")
     (meeting.directory / "unreadable" / "model.safetensors").mkdir()
+    (meeting.directory / "bare").mkdir()
     # As of a model in Hugging Face's cache of which a container has the snapshot alone.
     (meeting.directory / "links" / "model.safetensors").symlink_to("../../blobs/0")
     (meeting.directory / "cut-short.gguf").write_bytes(b"GGUF")
