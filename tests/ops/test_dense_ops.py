@@ -32,6 +32,8 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.
 TOKENS = pytest.mark.parametrize("num_tokens", [1, 7, 40])
 # Columns behind an input; 5: rows begin at odd addresses.
 BEHIND = pytest.mark.parametrize("num_behind", [0, 16, 5])
+# For ops whose own implementation is one of these on every device.
+OTHERS = pytest.mark.parametrize("serving", ["reference", "triton_cuda"], indirect=True)
 NUM_BLOCKS, BLOCK_SIZE = 12, 4
 
 
@@ -68,6 +70,7 @@ def norm_of(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
+@OTHERS
 @pytest.mark.usefixtures("serving")
 @DTYPES
 @TOKENS
@@ -86,6 +89,7 @@ def test_rms_norm_equals_float64(
     assert torch.equal(rows[:-1], x)
 
 
+@OTHERS
 @pytest.mark.usefixtures("serving")
 @DTYPES
 @TOKENS
@@ -252,6 +256,7 @@ def test_a_step_of_padding_writes_nothing(device: str) -> None:
         assert torch.equal(cache.flatten(), torch.arange(2.0 * BLOCK_SIZE * 16, device=device))
 
 
+@OTHERS
 @pytest.mark.usefixtures("serving")
 @DTYPES
 @TOKENS

@@ -62,6 +62,26 @@ def look_up_once(patch: pytest.MonkeyPatch) -> None:
     options = interpreter.interpreter_builder.options
     options = dataclasses.replace(options, sanitize_overflow=options.debug)
     patch.setattr(interpreter.interpreter_builder, "options", options)
+    _make_once(patch, tl.core.block_type, lambda element_type, shape: (element_type.name, *map(int, shape)))
+    _make_once(patch, tl.core.tensor, lambda _, block_type: block_type.name, "handle")
+
+
+def _make_once(patch: pytest.MonkeyPatch, made: type, key: Callable[..., Any], first: str | None = None) -> None:
+    """Objects of equal keys share what is computed of the arguments, but for that which is the argument `first`."""
+    make: Callable[..., None] = made.__init__  # type: ignore[misc]
+    known: dict[Any, dict[str, Any]] = {}
+
+    def make_once(self: Any, *args: Any) -> None:
+        parts = known.get(wanted := key(*args))
+        if parts is None:
+            make(self, *args)
+            known[wanted] = vars(self).copy()
+        else:
+            vars(self).update(parts)
+            if first is not None:
+                setattr(self, first, args[0])
+
+    patch.setattr(made, "__init__", make_once)
 
 
 def multiply_bfloat16(patch: pytest.MonkeyPatch) -> None:
