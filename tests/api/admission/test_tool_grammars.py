@@ -552,12 +552,11 @@ FORMAT: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "answer
 @each_served_format
 def test_an_answer_in_a_format_may_be_a_call_instead(talk: openai.OpenAI, speaker: str) -> None:
     kinds = set()
-    for seed in range(4):
-        answer: Any = talk.chat.completions.create(
-            model=speaker, messages=ASK, tools=tools_of(SCHEMAS), response_format=FORMAT, max_tokens=400, seed=seed,
-            parallel_tool_calls=False, temperature=1.5, extra_body={"repetition_penalty": 1.5},
-        )  # fmt: skip
-        choice = answer.choices[0]
+    answer: Any = talk.chat.completions.create(
+        model=speaker, messages=ASK, tools=tools_of(SCHEMAS), response_format=FORMAT, max_tokens=400, seed=0, n=4,
+        parallel_tool_calls=False, temperature=1.5, extra_body={"repetition_penalty": 1.5},
+    )  # fmt: skip
+    for choice in answer.choices:
         kinds.add(choice.finish_reason)
         if choice.finish_reason == "tool_calls":
             check(called(choice.message), SCHEMAS)
@@ -637,13 +636,10 @@ def test_thoughts_stay_free_before_a_constrained_answer(
     roomy.post("/v1/adapters", data={"name": name}, files=files).raise_for_status()
     # Thoughts of a model that knows no end of them are long: those that come to one are looked at.
     biased = {str(byte): 8 for byte in token_ids_of(roomy, "</think>")}
-    answers = [
-        talk.chat.completions.create(
-            model=name, messages=ASK, max_tokens=200, logit_bias=biased, seed=seed, extra_body=body, temperature=1
-        ).choices[0]
-        for seed in range(2)
-    ]
-    for choice in answers:
+    answer = talk.chat.completions.create(
+        model=name, messages=ASK, max_tokens=200, logit_bias=biased, seed=0, n=2, extra_body=body, temperature=1
+    )
+    for choice in answer.choices:
         message: Any = choice.message
         assert message.content or choice.finish_reason == "length"
         if choice.finish_reason == "stop" and "guided_regex" in body:

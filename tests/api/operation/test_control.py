@@ -93,6 +93,12 @@ def controlled(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactor
         yield made
 
 
+@pytest.fixture(scope="module")
+def unpaused(controlled: Controlled) -> tuple[str, str]:
+    """The answer to LONG, and its finish_reason."""
+    return whole(controlled)
+
+
 @pytest.fixture(autouse=True)
 def _resumed(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
@@ -150,10 +156,10 @@ def test_a_kept_request_stands_still_and_goes_on_where_it_was(
     controlled: Controlled,
     clients: ThreadPoolExecutor,
     checkpoints: Checkpoints,
+    unpaused: tuple[str, str],
     pause: tuple[str, Any],
     resume: str,
 ) -> None:
-    unpaused = whole(controlled)
     with controlled.running(LONG) as choices:
         controlled.post(*pause)
         assert controlled.is_paused
@@ -176,9 +182,8 @@ def test_a_kept_request_stands_still_and_goes_on_where_it_was(
 
 
 def test_wait_lets_running_requests_end_and_later_ones_wait(
-    controlled: Controlled, clients: ThreadPoolExecutor
+    controlled: Controlled, clients: ThreadPoolExecutor, unpaused: tuple[str, str]
 ) -> None:
-    unpaused = whole(controlled)
     with controlled.running(LONG) as choices:
         controlled.pause("wait")
         assert text_of(choices) == unpaused
@@ -323,19 +328,19 @@ def test_an_engine_in_a_light_sleep_lives_on_and_reads_nothing_again(
         assert controlled.call("DELETE", f"/v1/adapters/{name}").status_code == 200
 
 
-def test_a_light_sleep_may_become_a_deep_one(controlled: Controlled) -> None:
-    before = whole(controlled)
+def test_a_light_sleep_may_become_a_deep_one(controlled: Controlled, unpaused: tuple[str, str]) -> None:
     assert sleeps(controlled)
     assert controlled.server.engine_pids() != []
     assert sleeps(controlled, "/sleep?level=2")
     assert controlled.server.engine_pids() == []
     assert sleeps(controlled, "/sleep?level=1")
     assert not sleeps(controlled, "/wake_up")
-    assert whole(controlled) == before
+    assert whole(controlled) == unpaused
 
 
-def test_an_engine_that_dies_asleep_is_started_when_it_is_woken(controlled: Controlled) -> None:
-    before = whole(controlled)
+def test_an_engine_that_dies_asleep_is_started_when_it_is_woken(
+    controlled: Controlled, unpaused: tuple[str, str]
+) -> None:
     assert sleeps(controlled)
     (pid,) = controlled.server.engine_pids()
     os.kill(pid, signal.SIGKILL)
@@ -344,13 +349,13 @@ def test_an_engine_that_dies_asleep_is_started_when_it_is_woken(controlled: Cont
     assert sleeps(controlled)
     assert not sleeps(controlled, "/wake_up")
     assert pid not in controlled.server.engine_pids()
-    assert whole(controlled) == before
+    assert whole(controlled) == unpaused
 
 
 def test_a_sleeping_engine_is_gone_until_it_is_woken(
-    controlled: Controlled, clients: ThreadPoolExecutor, checkpoints: Checkpoints
+    controlled: Controlled, clients: ThreadPoolExecutor, checkpoints: Checkpoints, unpaused: tuple[str, str]
 ) -> None:
-    before, restarts = whole(controlled), controlled.metric("multilora_engine_restarts_total")
+    restarts = controlled.metric("multilora_engine_restarts_total")
     assert not sleeps(controlled, "/wake_up")
     pids = controlled.server.engine_pids()
     with controlled.running(ENDLESS) as choices:
@@ -367,7 +372,7 @@ def test_a_sleeping_engine_is_gone_until_it_is_woken(
     assert [one.result() for one in woken] == [{"is_sleeping": False}] * 2
     assert len(controlled.server.engine_pids()) == 1
     assert controlled.server.engine_pids() != pids
-    assert whole(controlled) == before
+    assert whole(controlled) == unpaused
     assert whole(controlled, {**SHORT, "model": "slept"}) == whole(controlled, {**SHORT, "model": "slept-too"})
     assert controlled.metric("multilora_engine_restarts_total") == restarts + 1
 
