@@ -471,16 +471,29 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-BASES = [*FORMATS, *(f"online {kind}" for kind in ONLINE)]
-
-
-@pytest.mark.parametrize("form", marked(BASES, {*BASES} - {"awq", "online nf4"}))
-def test_adapters_of_all_kinds_answer_as_peft_on_the_dequantised_weights(form: str, tmp_path: Path) -> None:
+def make_model_of(form: str) -> Callable[..., Path]:
+    """Writes a model in a form of FORMATS, "online" and a kind of weights, or "gguf" and a type of tensors."""
     name, _, kind = form.partition(" ")
-    make_model = partial(make_quantised_online, kind) if kind else partial(make_quantised, name)
-    world = make_world("llama", tmp_path, "cpu", specs=KINDS, make_model=make_model)
-    requests = make_requests(world, 12)
-    answers, oracle = answers_of(world, requests, side_bytes=8 << 20, weights=kind or "auto"), Oracle(world)
+    if name == "gguf":
+        return partial(make_served_gguf, kind)
+    return partial(make_quantised_online, kind) if kind else partial(make_quantised, name)
+
+
+def make_served_gguf(kind: str, family: str, directory: Path, **_: Any) -> Path:
+    model_dir = model_directory(make_gguf(kind, family, directory, num_hidden_layers=2), directory / "served")
+    (model_dir / DEQUANTISED).symlink_to(directory / DEQUANTISED)
+    return model_dir
+
+
+OF_LOADING = [f"online {kind}" for kind in ONLINE]
+BASES = [*FORMATS, *OF_LOADING, "gguf Q4_K"]
+
+
+@pytest.mark.parametrize("form", marked(BASES, {*BASES} - {"awq", "online nf4", "gguf Q4_K"}))
+def test_adapters_of_all_kinds_answer_as_peft_on_the_dequantised_weights(form: str, tmp_path: Path) -> None:
+    world = make_world("llama", tmp_path, "cpu", specs=KINDS, make_model=make_model_of(form))
+    requests, weights = make_requests(world, 12), form.removeprefix("online ") if form in OF_LOADING else "auto"
+    answers, oracle = answers_of(world, requests, side_bytes=8 << 20, weights=weights), Oracle(world)
     for request in requests:
         assert_greedy(oracle, request, answers[request.name].tokens)
 
@@ -507,11 +520,11 @@ def test_adapters_on_codes_that_a_cpu_holds(
 
 @pytest.mark.wide
 @pytest.mark.parametrize("family", OTHERS)
-@pytest.mark.parametrize("form", WITH_OTHERS)
+@pytest.mark.parametrize("form", [*WITH_OTHERS, *OF_LOADING])
 def test_adapters_of_other_families(family: str, form: str, tmp_path: Path) -> None:
-    world = make_world(family, tmp_path, "cpu", make_model=partial(make_quantised, form))
-    requests = make_requests(world, 12)
-    answers, oracle = answers_of(world, requests), Oracle(world)
+    world = make_world(family, tmp_path, "cpu", make_model=make_model_of(form))
+    requests, weights = make_requests(world, 12), form.removeprefix("online ") if form in OF_LOADING else "auto"
+    answers, oracle = answers_of(world, requests, weights=weights), Oracle(world)
     for request in requests:
         assert_greedy(oracle, request, answers[request.name].tokens)
 
@@ -698,7 +711,11 @@ REFUSED: dict[str, tuple[str, Callable[[Path], None], str]] = {
         "is no JSON of bitsandbytes",
     ),
     "tiles": ("llm_int8", tensor(torch.ones_like, "weight_format"), "weight_format is not rows"),
-    "no-scale": ("fp8_tensor", tensor(lambda _: None, "weight_scale"), "is F8_E4M3; served are F32, BF16, F16"),
+    "no-scale": (
+        "fp8_tensor",
+        tensor(lambda _: None, "weight_scale"),
+        "is F8_E4M3; served are F32, BF16, F16: give the directory",
+    ),
     "config-gone": ("fp8_tensor", config(), "config.json has no quantization_config"),
     "config-gone-packed": ("awq", config(), f"no tensor {Q_PROJ.replace('.1.', '.0.')}.weight"),
     "other-method": ("awq", config(quant_method="fp8"), "is of the format awq, and config.json names the method fp8"),

@@ -25,7 +25,7 @@ from service.models.checkpoint.quantised import EXPERT_SUFFIXES
 from service.models.gguf_file import LINK, ROPE_FACTORS
 from service.models.spec.config_json import ModelError, read_config
 from service.models.spec.model_spec import ModelSpec
-from service.models.spec.quantisation import Quantisation, quantisation_of
+from service.models.spec.quantisation import HELP, Quantisation, quantisation_of
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MAPPED_BYTES = 128 << 20
@@ -153,7 +153,7 @@ class Checkpoint:
                 f"{list(shape)}: take both from one download"
             )
         if header.dtype not in FLOATS:
-            why = "" if self._quantisation else ", and config.json has no quantization_config"
+            why = f": {HELP}" if self._quantisation else ", and config.json has no quantization_config"
             raise ModelError(f"tensor {stored} in {file} is {header.dtype}; served are {', '.join(FLOATS)}{why}")
 
     def _layout(self, name: str, shape: tuple[int, ...]) -> tuple[str, Sizes] | None:

@@ -27,7 +27,7 @@ METHODS = (
 KEYS = ("quantization_config", "compression_config")
 # msmodelslim's, whose activations have one scale; the second has scales of tokens for prompts.
 _STATIC_KINDS = ("W8A8", "W8A8_MIX")
-_HELP = "give the directory of the checkpoint that it was made of, in bfloat16, float16 or float32"
+HELP = "give the directory of the checkpoint that it was made of, in bfloat16, float16 or float32"
 # Layout and zero_shift of packing formats.
 _AUTO_ROUND = {
     "auto_round:auto_gptq": ("gptq", 1),
@@ -92,7 +92,7 @@ def _read(given: Any, key: str) -> Quantisation:
     read = readers.get(str(method))
     if read is None:
         raise ModelError(
-            f"config.json has a {key} with the quant_method {method!r}; served are {', '.join(METHODS)}: {_HELP}"
+            f"config.json has a {key} with the quant_method {method!r}; served are {', '.join(METHODS)}: {HELP}"
         )
     return read(given)
 
@@ -113,7 +113,7 @@ def _compressed(given: Mapping[str, Any]) -> Quantisation:
     for name in ("sparsity_config", "transform_config"):
         inner = given.get(name)
         if inner and not (isinstance(inner, dict) and inner.get("format", "") == "dense"):
-            raise ModelError(f"config.json's quantisation has a {name}, which is not served: {_HELP}")
+            raise ModelError(f"config.json's quantisation has a {name}, which is not served: {HELP}")
     groups = given.get("config_groups")
     if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
         raise ModelError("config.json's quantisation must give config_groups as an object of objects")
@@ -129,7 +129,7 @@ def _compressed(given: Mapping[str, Any]) -> Quantisation:
         if kind not in ((4, "int"), (8, "int"), (8, "float")):
             raise ModelError(
                 f"config.json's quantisation has weights of {kind[0]} bits of the type {kind[1]}; served are int of 4 "
-                f"or 8 bits, and float of 8: {_HELP}"
+                f"or 8 bits, and float of 8: {HELP}"
             )
         _only(weights, "strategy", ("tensor", "channel", "group", "block", None))
         has_octets = (group.get("format") or given.get("format")) in ("int-quantized", "naive-quantized")
@@ -158,7 +158,7 @@ def _gptq(given: Mapping[str, Any]) -> Quantisation:
     _only({"checkpoint_format": form}, "checkpoint_format", ("gptq", "gptq_v2", None))
     meta = given.get("meta")
     if given.get("rotation") or (isinstance(meta, dict) and meta.get("rotation")):
-        raise ModelError(f"config.json's quantisation has rotated weights, which are not served: {_HELP}")
+        raise ModelError(f"config.json's quantisation has rotated weights, which are not served: {HELP}")
     shift = 0 if form == "gptq_v2" else 1
     # Rules by module change bits and groups: the tensors say them.
     facts: dict[str, Any] = {"zero_shift": shift, "is_ordered": given.get("desc_act") is True}
@@ -189,7 +189,7 @@ def _msmodelslim(given: Mapping[str, Any]) -> Quantisation:
     if given.get("norm_bias"):
         raise ModelError(
             f"quant_model_description names {given['norm_bias']}, by which msmodelslim moves outliers of activations; "
-            f"that is not served: quantise without anti-outlier, or {_HELP}"
+            f"that is not served: quantise without anti-outlier, or {HELP}"
         )
     return Quantisation("msmodelslim", ("int8",), static_inputs=any(kind in _STATIC_KINDS for kind in kinds))
 
@@ -223,4 +223,4 @@ def _only(given: Mapping[str, Any], name: str, served: tuple[object, ...]) -> No
     value = given.get(name)
     if isinstance(value, bool) or value not in served:
         named = ", ".join(str(one) for one in served if one is not None)
-        raise ModelError(f"config.json's quantisation has the {name} {value!r:.80}; served is {named}: {_HELP}")
+        raise ModelError(f"config.json's quantisation has the {name} {value!r:.80}; served is {named}: {HELP}")
