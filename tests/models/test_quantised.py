@@ -584,6 +584,10 @@ def test_descriptions_of_msmodelslim(tmp_path: Path) -> None:
     description = model_dir / "quant_model_description_w8a8_dynamic.json"
     description.write_text(json.dumps({"model_quant_type": "W8A8_DYNAMIC", "version": "1.0.0", **kinds}))
     assert_parity(model_dir, "cpu")
+    rotation = {"rotation_map": {"global_rotation": "optional/quarot.safetensors"}}
+    description.write_text(json.dumps({**kinds, "optional": {"quarot": rotation}}))
+    with pytest.raises(ModelError, match=r"has rotated weights, which are not served: give the directory"):
+        load_model(model_dir)
     description.write_text(json.dumps({**kinds, f"{Q_PROJ}.weight": "W4A4_FLATQUANT_DYNAMIC"}))
     with pytest.raises(ModelError, match="kind of tensors 'W4A4_FLATQUANT_DYNAMIC'; served is FLOAT, W8A8"):
         load_model(model_dir)

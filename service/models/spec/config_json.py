@@ -55,16 +55,20 @@ _NUMBERS = (
 
 def read_config(model_dir: Path) -> dict[str, Any]:
     """config.json of a checkpoint; end-of-sequence ids that only generation_config.json names are merged in, and what
-    only files of ModelOpt and msmodelslim say: the algorithm; the kinds of tensors, and the first bias of a norm.
-    Raises ModelError, also for files of the checkpoint that are Git LFS pointers."""
+    only files of ModelOpt and msmodelslim say: the algorithm; the kinds of tensors, the first bias of a norm, and a
+    rotation. Raises ModelError, also for files of the checkpoint that are Git LFS pointers."""
     _refuse_lfs_pointers(model_dir)
     config = _read_json(model_dir / "config.json")
     described = sorted(model_dir.glob("quant_model_description*.json"))
     if described and not config.get("quantization_config"):
-        tensors = {tensor: str(kind) for tensor, kind in _read_json(described[0]).items() if "." in tensor}
+        written = _read_json(described[0])
+        tensors = {tensor: str(kind) for tensor, kind in written.items() if "." in tensor}
         bias = next((tensor for tensor in tensors if tensor.endswith(("norm.bias", "norm.module.bias"))), None)
         kinds = sorted(set(tensors.values()))
-        config["quantization_config"] = {"quant_method": "msmodelslim", "kinds": kinds, "norm_bias": bias}
+        optional = written.get("optional")
+        rotation = optional.get("quarot") if isinstance(optional, dict) else None
+        facts = {"kinds": kinds, "norm_bias": bias, "rotation": rotation}
+        config["quantization_config"] = {"quant_method": "msmodelslim", **facts}
     if (model_dir / "hf_quant_config.json").is_file() and not config.get("quantization_config"):
         algorithm = _read_json(model_dir / "hf_quant_config.json").get("quantization")
         if isinstance(algorithm, dict) and algorithm.get("quant_algo"):

@@ -157,8 +157,7 @@ def _gptq(given: Mapping[str, Any]) -> Quantisation:
     form = given.get("checkpoint_format") or given.get("format")
     _only({"checkpoint_format": form}, "checkpoint_format", ("gptq", "gptq_v2", None))
     meta = given.get("meta")
-    if given.get("rotation") or (isinstance(meta, dict) and meta.get("rotation")):
-        raise ModelError(f"config.json's quantisation has rotated weights, which are not served: {HELP}")
+    _refuse_rotation(given, meta)
     shift = 0 if form == "gptq_v2" else 1
     # Rules by module change bits and groups: the tensors say them.
     facts: dict[str, Any] = {"zero_shift": shift, "is_ordered": given.get("desc_act") is True}
@@ -186,6 +185,7 @@ def _msmodelslim(given: Mapping[str, Any]) -> Quantisation:
     kinds = given.get("kinds", ())
     for kind in kinds:
         _only({"kind of tensors": kind}, "kind of tensors", ("FLOAT", *_STATIC_KINDS, "W8A8_DYNAMIC"))
+    _refuse_rotation(given)
     if given.get("norm_bias"):
         raise ModelError(
             f"quant_model_description names {given['norm_bias']}, by which msmodelslim moves outliers of activations; "
@@ -197,6 +197,12 @@ def _msmodelslim(given: Mapping[str, Any]) -> Quantisation:
 def _gguf(given: Mapping[str, Any]) -> Quantisation:  # noqa: ARG001
     """The file's own types say all."""
     return Quantisation("gguf", ())
+
+
+def _refuse_rotation(*parts: Any) -> None:
+    """Adapters are for weights as they were."""
+    if any(isinstance(part, dict) and part.get("rotation") for part in parts):
+        raise ModelError(f"the checkpoint's quantisation has rotated weights, which are not served: {HELP}")
 
 
 def _group(given: Mapping[str, Any]) -> int:
