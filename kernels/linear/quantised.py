@@ -113,7 +113,7 @@ def quantise(weight: torch.Tensor, kind: Literal["fp8", "int8", "nf4"]) -> Quant
     if kind == "nf4":
         return _nf4(weight)
     absmax = weight.abs().amax(1, keepdim=True).float()
-    scales = torch.where(absmax > 0, absmax / _MOST[kind], 1.0)
+    scales = torch.where(absmax == 0, 1.0, absmax / _MOST[kind])  # of NaN: NaN
     codes = torch.empty_like(weight, dtype=torch.int8 if kind == "int8" else torch.float8_e4m3fn)
     num_rows = max(1, _ELEMENTS_AT_ONCE // weight.shape[1])
     for first in range(0, weight.shape[0], num_rows):

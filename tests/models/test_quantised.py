@@ -100,6 +100,19 @@ def test_experts_are_quantised_while_they_load(family: str, tmp_path: Path, capl
     assert f"quantised weights: {len(wide.spec.moes)} in their codes" in caplog.text
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("kind", ONLINE)
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_weights_that_are_no_numbers_are_not_quantised(family: str, kind: Any, value: float, tmp_path: Path) -> None:
+    model_dir = make_tiny_model(family, tmp_path)
+    tensors = load_file(model_dir / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("down_proj.weight"))
+    tensors[name][1, 3] = value
+    save_file(tensors, model_dir / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=rf"{name.partition('.experts')[0]}.* has a value that is NaN or infinite"):
+        load_model(model_dir, weights=kind)
+
+
 def test_a_quantised_checkpoint_may_be_held_in_floats(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model_dir = make_quantised("awq", "llama", tmp_path)
     with caplog.at_level("INFO"):

@@ -16,6 +16,7 @@ from kernels.linear.ops import pack_quantised, pack_weight, round_prompts
 from kernels.linear.quantised import Quantised, dequantise, joined, quantise
 from service.models.checkpoint.checkpoint import TensorSource
 from service.models.layers.projection import ExactProjection, Projection
+from service.models.spec.config_json import ModelError
 from service.models.spec.model_spec import ModelSpec, MoeSpec
 
 log = logging.getLogger(__name__)
@@ -131,7 +132,7 @@ class Weights:
             for expert in range(1, moe.num_experts):
                 yield self._expert(name, expert) if is_apart else [one[expert] for one in together]
 
-        codes = self._expert_codes(each(), moe.num_experts)
+        codes = self._expert_codes(name, each(), moe.num_experts)
         if codes is not None:
             return self._hold_experts(expert_ops.pack_quantised(*codes, self.dtype, activation=moe.activation), True)
         if is_apart:
@@ -150,7 +151,7 @@ class Weights:
         return [self._checkpoint.weight(module, self._shapes[module]) for module in modules]
 
     def _expert_codes(
-        self, each: Iterable[Sequence[torch.Tensor | Quantised]], num_experts: int
+        self, name: str, each: Iterable[Sequence[torch.Tensor | Quantised]], num_experts: int
     ) -> tuple[list[Quantised], list[Quantised]] | None:
         """Gate and up, and down of each expert; None unless all are stored or wanted in codes of one form.
 
@@ -158,7 +159,8 @@ class Weights:
         """
         gate_up, down = (_Codes(num_experts, self.device) for _ in range(2))
         for weights in each:
-            codes = [code for code in map(self._wanted, weights) if isinstance(code, Quantised)]
+            wanted = (self._wanted(name, weight) for weight in weights)
+            codes = [code for code in wanted if isinstance(code, Quantised)]
             both = joined(codes[:-1])
             if len(codes) < len(weights) or both is None:
                 return None
@@ -186,7 +188,7 @@ class Weights:
         floats = (self._stored(one) if isinstance(weight, Quantised) else weight for one, weight in held)
         into, back = (self._join([weight]).transpose(1, 2) for weight in floats)
         each = ((parted(one[None])[0], other) for one, other in zip(into, back, strict=True))
-        wanted = self._expert_codes(each, moe.num_experts)
+        wanted = self._expert_codes(name, each, moe.num_experts)
         if wanted is not None:
             return self._hold_experts(expert_ops.pack_quantised(*wanted, self.dtype, **of_both), True)
         return self._hold_experts(expert_ops.pack_experts(parted(into), back.contiguous(), **of_both), False)
@@ -222,15 +224,20 @@ class Weights:
         """A weight of a projection, quantised if it is stored or wanted so."""
         weight = self._checkpoint.weight(name, self._shapes[name])
         stays = not in_layer or name in self._routers or self._shapes[name][0] == 1
-        return weight if stays and not isinstance(weight, Quantised) else self._wanted(weight)
+        return weight if stays and not isinstance(weight, Quantised) else self._wanted(name, weight)
 
-    def _wanted(self, weight: torch.Tensor | Quantised) -> torch.Tensor | Quantised:
-        """The weight in the codes that are wanted, or in none."""
+    def _wanted(self, name: str, weight: torch.Tensor | Quantised) -> torch.Tensor | Quantised:
+        """The weight in the codes that are wanted, or in none. Raises ModelError."""
         if isinstance(weight, Quantised):
             return dequantise(weight, self.dtype) if self._kind == "bf16" else weight
         if self._kind == "auto" or self._kind == "bf16" or weight.shape[1] % 2:
             return weight
-        return quantise(weight.to(self.device), self._kind)
+        codes = quantise(weight.to(self.device), self._kind)
+        if not bool(torch.isfinite(codes.scales).all()):
+            raise ModelError(
+                f"{name} has a value that is NaN or infinite, so it cannot be quantised: download it again"
+            )
+        return codes
 
     def _pack(self, name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> Projection:
         return self._hold(Projection(name, pack_weight(weight, bias)))
