@@ -40,13 +40,10 @@ def pytest_configure(config: pytest.Config) -> None:
     _choose_examples("quick" if config.getoption("--tier") == "quick" else "wide")
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Iterator[None]:
-    """The collector would walk through all that is imported and collected, again and again. Not frozen then: there are
-    tests that look for living objects."""
-    gc.disable()
-    yield
-    gc.enable()
+def pytest_sessionfinish() -> None:
+    """pytest collects garbage five times when it has ended, and walks through all that lives each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)
