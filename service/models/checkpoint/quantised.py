@@ -185,13 +185,12 @@ def _check_packed(sizes: Sizes) -> None:
 def _read_packed(sizes: Sizes, tensors: Mapping[str, torch.Tensor]) -> Quantised:
     words, scales = tensors["weight_packed"], tensors["weight_scale"].float()
     bits = _bits_of(sizes, "weight_packed", tuple(words.shape), axis=1)
-    codes = _unpacked(words, bits).reshape(sizes.outputs, sizes.inputs)
     scales = scales.reshape(-1, scales.shape[-1]).expand(sizes.outputs, -1).contiguous()
     zeros: torch.Tensor | float = float(2 ** (bits - 1))
     if "weight_zero_point" in tensors:
         packed = tensors["weight_zero_point"]
         zeros = _unpacked(packed.t().contiguous(), bits).reshape(packed.shape[1], -1)[:, : sizes.outputs].t().float()
-    return _integers(codes, scales, zeros, bits, tensors.get("weight_g_idx"))
+    return _integers(words, scales, zeros, bits, tensors.get("weight_g_idx"))
 
 
 # ---- AWQ and GPTQ: words of eight outputs, and of the inputs
@@ -213,8 +212,9 @@ def _read_awq(sizes: Sizes, tensors: Mapping[str, torch.Tensor]) -> Quantised:
         """uint8 [outputs, rows of the words]"""
         return _unpacked(words, 4)[..., list(_AWQ_ORDER)].reshape(words.shape[0], sizes.outputs).t()
 
-    codes, zeros = outputs(tensors["qweight"]), outputs(tensors["qzeros"]).float()
-    return _integers(codes, tensors["scales"].float().t().contiguous(), zeros, 4, None)
+    codes, zeros = outputs(tensors["qweight"]).contiguous(), outputs(tensors["qzeros"]).float()
+    scales = tensors["scales"].float().t().contiguous()
+    return Quantised(pack_nibbles(codes), scales, -zeros * scales, None, sizes.inputs // scales.shape[1], None)
 
 
 def _check_gptq(sizes: Sizes) -> None:
@@ -235,11 +235,10 @@ def _check_gptq(sizes: Sizes) -> None:
 def _read_gptq(sizes: Sizes, tensors: Mapping[str, torch.Tensor]) -> Quantised:
     words = tensors["qweight"]
     bits = _bits_of(sizes, "qweight", tuple(words.shape), axis=0)
-    codes = _unpacked(words.t().contiguous(), bits).reshape(sizes.outputs, sizes.inputs)
     packed = tensors["qzeros"]
     # The first version stores zeros less 1; the sum is not cut to a code's bits, as in AutoGPTQ.
     zeros = _unpacked(packed, bits).reshape(packed.shape[0], -1).t().float() + sizes.config.zero_shift
-    return _integers(codes, tensors["scales"].float().t().contiguous(), zeros, bits, tensors.get("g_idx"))
+    return _integers(words.t(), tensors["scales"].float().t().contiguous(), zeros, bits, tensors.get("g_idx"))
 
 
 def _bits_of(sizes: Sizes, suffix: str, shape: tuple[int, ...], axis: int) -> int:
@@ -260,27 +259,32 @@ def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _integers(
-    codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | float, bits: int, groups: torch.Tensor | None
+    words: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | float, bits: int, groups: torch.Tensor | None
 ) -> Quantised:
-    """(codes - zeros) * scales: codes uint8 [outputs, inputs], scales [outputs, groups], zeros as scales; groups
-    [inputs] of inputs where those stand in another order."""
-    group, order = codes.shape[1] // scales.shape[1], None
-    if groups is not None and bool((groups != -1).any()):  # compressed-tensors has -1 where there is no order
-        expected = torch.arange(codes.shape[1]) // group
-        order = torch.argsort(groups, stable=True).to(torch.int32)
-        if not torch.equal(groups[order.long()].long(), expected):
-            raise ModelError(f"g_idx has groups that are not of {group} inputs each, which is not served")
-        if torch.equal(order.long(), torch.arange(codes.shape[1])):
-            order = None
-        else:
-            codes = codes[:, order.long()]
-    codes = codes.contiguous()
+    """(codes - zeros) * scales: words int32 [outputs, inputs / codes of a word], scales [outputs, groups], zeros as
+    scales; groups [inputs] of inputs where those stand in another order."""
+    words = words.contiguous()
+    num_inputs = words.shape[1] * 32 // bits
+    order = None if groups is None else _order_of(groups, num_inputs // scales.shape[1])
+    # Two codes of 4 bits lie in a byte as in `Quantised`.
+    codes = words.view(torch.uint8)
+    if order is not None:
+        codes = _unpacked(words, bits).reshape(-1, num_inputs)[:, order.long()].contiguous()
+        codes = pack_nibbles(codes) if bits == 4 else codes
     if bits == 8:
         codes, zeros = (codes ^ 128).view(torch.int8), zeros - 128
-        if not torch.is_tensor(zeros) and zeros == 0:
-            return Quantised(codes, scales, None, None, group, order)
-        return Quantised(codes, scales, -zeros * scales, None, group, order)
-    return Quantised(pack_nibbles(codes), scales, -zeros * scales, None, group, order)
+    offsets = None if bits == 8 and not torch.is_tensor(zeros) and zeros == 0 else -zeros * scales
+    return Quantised(codes, scales, offsets, None, num_inputs // scales.shape[1], order)
+
+
+def _order_of(groups: torch.Tensor, group: int) -> torch.Tensor | None:
+    """int32 [inputs], by group; None where they stand so. Raises ModelError for groups of other sizes."""
+    if not bool((groups != -1).any()):  # compressed-tensors has -1 where there is no order
+        return None
+    order = torch.argsort(groups, stable=True).to(torch.int32)
+    if not torch.equal(groups[order.long()].long(), torch.arange(len(groups)) // group):
+        raise ModelError(f"g_idx has groups that are not of {group} inputs each, which is not served")
+    return None if torch.equal(order.long(), torch.arange(len(groups))) else order
 
 
 # ---- bitsandbytes
