@@ -47,14 +47,14 @@ _MAX_ZERO_POINT = 127
 TABLE = {
     16: (TileConfig(64, 16, 4, 4), TileConfig(128, 16, 4, 5)),
     32: (TileConfig(64, 32, 4, 4), TileConfig(128, 32, 4, 4)),
-    64: (TileConfig(64, 64, 4, 4), TileConfig(128, 64, 4, 4)),
+    64: (TileConfig(64, 64, 4, 4), TileConfig(128, 64, 4, 3)),
     128: (TileConfig(128, 128, 8, 3), TileConfig(128, 128, 8, 3)),
     256: (TileConfig(128, 128, 8, 3), TileConfig(128, 128, 8, 3)),
 }
 
 
 def configs_for(num_tokens: int, splits: int) -> tuple[TileConfig, ...]:
-    """Those that a step of up to MAX_TOKENS tokens may need: `config_for` chooses one."""
+    """Configurations for a step of up to MAX_TOKENS tokens, of which `config_for` chooses one."""
     split, whole = next(configs for most, configs in TABLE.items() if num_tokens <= most)
     return (split, replace(split, stages=3)) if splits > 1 else (whole,)
 

@@ -15,6 +15,7 @@ from kernels.linear.ops import linear, pack_weight
 from kernels.linear.quantised import Quantised, dequantise
 from kernels.linear.triton_cuda_configs import MAX_TOKENS
 from kernels.platform import detect, installed
+from tests.ops.lora.test_lora_triton import run_compiling
 from tests.support.npu.triton_interpreter import multiply_bfloat16, round_floats
 from tests.tolerances import OP
 
@@ -311,3 +312,14 @@ def test_odd_groups_and_float32_are_held_dequantised(triton_cuda: ModuleType) ->
         packed = ops.pack_quantised(one, None, dtype)
         assert (packed.tiled, packed.nbytes) == (None, 70 * 210 * dtype.itemsize)
         assert torch.equal(linear(torch.eye(210, dtype=dtype), packed).t(), dequantise(one, dtype))
+
+
+@pytest.mark.wide
+def test_products_of_codes_compile_for_hopper_without_a_gpu(device: str) -> None:
+    """Their codes' values stay in registers, which reach; two programs fit a core, and three of those with three stages
+    of 64 outputs."""
+    if device != "cpu":
+        pytest.skip("NOT RUN: on a GPU the other tests compile for that GPU")
+    for line in run_compiling("compile_codes.py").splitlines():
+        num_programs = 3 if "block_out=64" in line and "stages=3" in line else 2
+        assert num_programs * (int(line.split()[-1]) + 1024) <= 228 * 1024, line
