@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 
 from kernels.linear.quantised import Quantised, dequantise, quantise
 from kernels.platform import BackendError
@@ -321,6 +322,8 @@ def test_the_rotation_of_llama_3_is_a_gguf_file_s_own(tmp_path: Path) -> None:
         ("llama-bpe", None, True, False),
         ("llama-bpe", False, False, False),
         ("qwen2", None, False, True),
+        ("deepseek-r1-qwen", True, True, False),
+        ("tekken", None, True, False),
     ],
 )
 def test_texts_of_a_gguf_file_begin_and_compose_as_its_pre_tokenizer_says(
@@ -332,6 +335,22 @@ def test_texts_of_a_gguf_file_begin_and_compose_as_its_pre_tokenizer_says(
     apart, together = (tokenizer.encode(text) for text in ("the cafe\u0301", "the caf\u00e9"))
     assert (together[0] == 1) == begins
     assert (apart == together) == composes
+
+
+@pytest.mark.parametrize(
+    ("pre", "expected"),
+    [
+        ("llama-bpe", ["camelCase", " don", "'t", " ", "123", "4"]),
+        ("deepseek-r1-qwen", ["camelCase", " don", "'t", " ", "1", "2", "3", "4"]),
+        ("tekken", ["camel", "Case", " don", "'t", " ", "1", "2", "3", "4"]),
+    ],
+)
+def test_texts_of_a_gguf_file_are_cut_as_its_pre_tokenizer_says(pre: str, expected: list[str], tmp_path: Path) -> None:
+    file = make_gguf("F16", "llama", tmp_path, num_hidden_layers=1, pre=pre)
+    tokenizer = Tokenizer.from_file(str(model_directory(file, tmp_path / "served") / "tokenizer.json"))
+    text = "camelCase don't 1234"
+    cut = [text[begin:end] for _, (begin, end) in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
+    assert cut == expected
 
 
 def test_a_gguf_file_that_cannot_be_served_is_refused_by_a_sentence(tmp_path: Path) -> None:

@@ -95,6 +95,12 @@ _ARCHITECTURES = {"llama": True, "qwen2": False, "qwen3": False}
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# Mistral's since Nemo, which cuts words where a capital follows small letters.
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 class PreTokenizer(NamedTuple):
@@ -119,6 +125,8 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     "llama-bpe": _OF_LLAMA_3,
     "llama3": _OF_LLAMA_3,
     "qwen2": PreTokenizer(_WORDS % "", normalizer="NFC"),
+    "deepseek-r1-qwen": PreTokenizer(_WORDS % ""),
+    "tekken": PreTokenizer(_TEKKEN, ignores_merges=True, adds_bos=True),
 }
 # Control tokens that end an answer, as llama.cpp finds them: the file names one of a model's.
 _ENDINGS = ("<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>")
