@@ -9,7 +9,7 @@ import torch
 from tests.ascend.gate import linalg_cpu, report, simulator
 from tests.ascend.gate.cases import Case, Launch
 from tests.ascend.gate.compiler import Compiled, compile_kernel, specialise
-from tests.support.ops.bits import same_bits
+from tests.support.bits import same_bits
 
 MAX_SCALAR_LOADS = 8
 # The last ones, by kernel, signature, options and chip: the tests of a launch follow one another.

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from kernels.causal_conv1d import ops, reference
+from tests.support.bits import same_bits
 from tests.support.engine.serving import serving as serving_op
-from tests.support.ops.bits import same_bits
 from tests.support.ops.conv_cases import Call, block_calls, float64_truth, prefill_call, randn, update_call
 from tests.tolerances import OP
 
