@@ -290,7 +290,7 @@ def test_weights_that_round_no_prompts(triton_cuda: ModuleType) -> None:  # noqa
 
 
 def test_a_narrow_weight_is_split_and_summed_in_one_order(triton_cuda: ModuleType, device: str) -> None:
-    """Twice, since the last program of a tile leaves the counters as they were."""
+    """Twice, since the parts of the first call are still in the workspace."""
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(-128, 128, (40, 1100), generator=generator, dtype=torch.int8)
     weight = Quantised(codes, torch.full((40, 1), 2.0**-12), None, None, 1100, None).to(torch.device(device))

@@ -17,13 +17,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from kernels.linear.quantised import NF4, Quantised
 from kernels.linear.triton_cuda_configs import TABLE, TileConfig, TiledCodes, configs_for, tiled_codes
 from kernels.linear.triton_cuda_kernels import quantised_linear_kernel
+from tests.support.ops.compile_lora import compiled_for_hopper
 from tests.support.ops.sass import disassemble, foreign_descriptors
 
 INPUTS, OUTPUTS, MAX_TOKENS = 512, 64, 64
@@ -68,20 +66,13 @@ def compile_product(tiled: TiledCodes, config: TileConfig) -> int:
         "STAGES": config.stages,
         "IS_INTERPRETED": False,
         "DEPENDENT_LAUNCH": True,
-        **dict.fromkeys(("bias_ptr", "table_ptr"), None),
+        "bias_ptr": None,
         **({} if tiled.offsets is not None else {"offsets_ptr": None}),
     }
-    signature, attributes, values = {}, {}, {}
-    for index, name in enumerate(quantised_linear_kernel.arg_names):
-        if name in constants:
-            signature[name], values[(index,)] = "constexpr", constants[name]
-            continue
-        signature[name] = POINTERS.get(name, "i32")
-        if name not in quantised_linear_kernel.do_not_specialize:
-            attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(quantised_linear_kernel, signature, values, attributes)
+    kernel = quantised_linear_kernel
+    types = {name: POINTERS.get(name, "i32") for name in kernel.arg_names}
     options = {"num_warps": config.num_warps, "launch_pdl": True, "enable_fp_fusion": False}
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    compiled = compiled_for_hopper(kernel, types, constants, options, kernel.do_not_specialize)
     sass = disassemble(compiled.asm["cubin"])
     assert "HGMMA" in sass, "the product is not one of Hopper's"
     assert not re.search(r"\b(LDL|STL)\b", sass), "registers do not reach"

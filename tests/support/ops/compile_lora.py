@@ -35,18 +35,15 @@ COLUMNS = ("widths", "slice_starts", "out_stride")
 ONE_TOKEN_FEATURES = (64, 2048, 4096, 14336, 17408)
 
 
-def compile_kernel(
+def compiled_for_hopper(
     kernel: Any,
     types: dict[str, Any],
     constants: dict[str, Any],
     options: dict[str, Any],
     unaligned: Collection[str] = (),
-) -> list[str]:
-    """Compile for arguments of these types, pointers and sizes divisible by 16 but for those named `unaligned`.
-
-    Prints name and shared memory; returns the instructions whose descriptors come from nowhere. That the search would
-    find one is seen by spoiling the first descriptor of the code, if there is any.
-    """
+) -> Any:
+    """Triton's compiled kernel for arguments of these types, pointers and sizes divisible by 16 but for those named
+    `unaligned`."""
     signature, attributes, values = {}, {}, {}
     for index, name in enumerate(kernel.arg_names):
         if name in constants:
@@ -56,7 +53,22 @@ def compile_kernel(
         paths = [(index, i) for i in range(len(types[name]))] if isinstance(types[name], tuple) else [(index,)]
         attributes.update(dict.fromkeys(paths, [] if name in unaligned else DIVISIBLE_BY_16))
     source = ASTSource(kernel, signature, values, attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def compile_kernel(
+    kernel: Any,
+    types: dict[str, Any],
+    constants: dict[str, Any],
+    options: dict[str, Any],
+    unaligned: Collection[str] = (),
+) -> list[str]:
+    """Compile as `compiled_for_hopper` does.
+
+    Prints name and shared memory; returns the instructions whose descriptors come from nowhere. That the search would
+    find one is seen by spoiling the first descriptor of the code, if there is any.
+    """
+    compiled = compiled_for_hopper(kernel, types, constants, options, unaligned)
     print(kernel.__name__, compiled.metadata.shared)
     sass = disassemble(compiled.asm["cubin"])
     if "wgmma.mma_async" in compiled.asm["ptx"]:
